@@ -1,0 +1,73 @@
+//! What the models of the tree share: a tree of one shard, and hashes that go where a model wants them.
+
+use std::sync::Arc;
+
+use shards::{Domain, Lesson, Pin, PrefixHash, Reader, Shard, Slot, Tree, TreeLimits};
+
+/// Bytes for one segment and one short list.
+pub const ONE_SEGMENT: usize = 127;
+/// Bytes for two segments and two short lists.
+pub const TWO_SEGMENTS: usize = 279;
+
+pub struct Forest {
+    pub tree: Arc<Tree>,
+    pub shard: Shard,
+    pub readers: Vec<Reader>,
+}
+
+/// A tree of one shard with readers for so many threads.
+pub fn forest(bytes_max: usize, reader_count: usize) -> Forest {
+    let domain = Arc::new(Domain::new(reader_count));
+    let limits = TreeLimits {
+        bytes_max,
+        slot_count_max: 200,
+    };
+    let (tree, mut shards) = shards::tree(1, Arc::clone(&domain), limits);
+    let readers = (0..reader_count)
+        .map(|index| domain.reader(index))
+        .collect();
+    Forest {
+        tree,
+        shard: shards.remove(0),
+        readers,
+    }
+}
+
+/// The `nth` hash that may be in these two buckets (of four, tried in this order), in the upper or lower half of the
+/// directory. Repeats the mixing of `shards/src/tree/spread.rs`.
+pub fn block(buckets: [u64; 2], is_upper: bool, nth: usize) -> u64 {
+    let is_there = |hash: &u64| {
+        let mixed = mix(*hash);
+        [(mixed >> 32) % 4, mixed % 4] == buckets && (mixed >> 63 == 1) == is_upper
+    };
+    (1..).filter(is_there).nth(nth).unwrap()
+}
+
+fn mix(hash: u64) -> u64 {
+    let mut m = hash;
+    m = (m ^ (m >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    m = (m ^ (m >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    m ^ (m >> 31)
+}
+
+pub fn insert(shard: &mut Shard, worker: u16, hashes: &[u64]) {
+    let hashes = hashes.iter().copied().map(PrefixHash).collect();
+    shard.apply(Lesson::Insert {
+        worker: Slot(worker),
+        hashes,
+    });
+    while shard.work(8) {}
+}
+
+pub fn purge(shard: &mut Shard, worker: u16) {
+    shard.apply(Lesson::Purge {
+        worker: Slot(worker),
+    });
+    while shard.work(8) {}
+}
+
+/// The holders of a block; none: not found.
+pub fn held(tree: &Tree, pin: &Pin<'_>, hash: u64) -> Vec<u16> {
+    let found = tree.find(pin, &[PrefixHash(hash)], |_| true);
+    found.map_or(vec![], |found| found.holders().map(|slot| slot.0).collect())
+}

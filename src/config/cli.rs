@@ -1,0 +1,398 @@
+//! The command line: vllm-router's flags with its names and defaults (0.1.17), and ours.
+//!
+//! Every flag that takes a value can also be set by environment as `CORELANE_<FLAG>`; the command line wins. Ranges
+//! of single values are checked here, so that the message names the flag; what concerns several flags is checked in
+//! [`super::Config::from_cli`]. Read once, by the main thread.
+
+use clap::builder::{BoolishValueParser, PossibleValuesParser, TypedValueParser};
+use clap::{Args, Parser, Subcommand, value_parser};
+
+use super::parse;
+use crate::route::PolicyKind;
+
+const AFTER_HELP: &str = "Every flag can also be set by environment: CORELANE_ and the flag's name in capitals, \
+for example CORELANE_PORT=8080 or CORELANE_WORKER_URLS=\"http://a:8000 http://b:8000\". The command line wins.\n\n\
+Example:\n  corelane --worker-urls http://10.0.0.1:8000 http://10.0.0.2:8000 --host 0.0.0.0";
+
+/// What was typed. Without a subcommand: serve.
+#[derive(Debug, Parser)]
+#[command(
+    name = "corelane",
+    version,
+    about = "A lock-free, sharded router for LLM inference, in the place of vllm-router",
+    after_help = AFTER_HELP,
+    args_conflicts_with_subcommands = true,
+    disable_help_subcommand = true,
+    next_line_help = true,
+    max_term_width = 110
+)]
+pub struct Cli {
+    /// Something other than serving.
+    #[command(subcommand)]
+    pub command: Option<Command>,
+    /// Flags of serving.
+    #[command(flatten)]
+    pub serve: ServeArgs,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Start a fleet of simulated workers and a router in this process, with a live view
+    Demo(crate::demo::DemoArgs),
+    /// Serve as one simulated vLLM worker, for tests
+    MockWorker(crate::demo::MockWorkerArgs),
+    /// Say what this machine offers, what is missing, and how to enable it
+    Doctor,
+}
+
+/// Flags of serving, by subject.
+#[derive(Debug, Args)]
+#[allow(missing_docs, reason = "each field is the group it names")]
+pub struct ServeArgs {
+    #[command(flatten)]
+    pub listener: ListenerArgs,
+    #[command(flatten)]
+    pub policy: PolicyArgs,
+    #[command(flatten)]
+    pub reliability: ReliabilityArgs,
+    #[command(flatten)]
+    pub health: HealthArgs,
+    #[command(flatten)]
+    pub limits: LimitArgs,
+    #[command(flatten)]
+    pub observability: ObservabilityArgs,
+    #[command(flatten)]
+    pub machine: MachineArgs,
+}
+
+/// Where to listen, and whom to send to.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Listener and workers")]
+#[allow(missing_docs, reason = "the comments of fields are the help texts")]
+pub struct ListenerArgs {
+    /// Address to listen on: an IPv4 or IPv6 address, or a name of this machine
+    #[arg(
+        long,
+        env = "CORELANE_HOST",
+        hide_env = true,
+        default_value = "127.0.0.1"
+    )]
+    pub host: String,
+    /// Port to listen on (0: any free one)
+    #[arg(
+        long,
+        env = "CORELANE_PORT",
+        hide_env = true,
+        default_value_t = 30000,
+        allow_negative_numbers = true
+    )]
+    pub port: u16,
+    /// Workers, as http://host[:port][/prefix]; more can be added and removed while running
+    #[arg(long, num_args = 0.., value_name = "URL")]
+    #[arg(env = "CORELANE_WORKER_URLS", hide_env = true)]
+    pub worker_urls: Vec<String>,
+    /// How long a worker that was added while running may take to become ready before it is dropped again
+    #[arg(long, default_value_t = 600, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_WORKER_STARTUP_TIMEOUT_SECS", hide_env = true)]
+    pub worker_startup_timeout_secs: u64,
+    /// Pause between two probes of a worker that was never ready (at most 1 s is used: a late worker joins quickly)
+    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_WORKER_STARTUP_CHECK_INTERVAL", hide_env = true)]
+    pub worker_startup_check_interval: u64,
+    /// Bearer key sent to workers (probes, and requests of clients that bring none)
+    #[arg(long, value_name = "KEY")]
+    #[arg(value_parser = parse::secret)]
+    #[arg(env = "CORELANE_API_KEY", hide_env = true)]
+    pub api_key: Option<super::Secret>,
+    /// How long a connection to a worker is kept without use (0: never reused)
+    #[arg(long, default_value_t = 2, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(..=86_400), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_POOL_IDLE_TIMEOUT_SECS", hide_env = true)]
+    pub pool_idle_timeout_secs: u64,
+}
+
+/// How a worker is chosen.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Policy")]
+#[allow(missing_docs, reason = "the comments of fields are the help texts")]
+pub struct PolicyArgs {
+    /// How a worker is chosen
+    #[arg(long, default_value = "cache_aware", value_name = "NAME")]
+    #[arg(value_parser = policy_parser())]
+    #[arg(env = "CORELANE_POLICY", hide_env = true)]
+    pub policy: PolicyKind,
+    /// cache_aware: share of the prompt that must be known for affinity to count, 0 to 1
+    #[arg(long, default_value_t = 0.3, value_name = "RATIO")]
+    #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_CACHE_THRESHOLD", hide_env = true)]
+    pub cache_threshold: f64,
+    /// cache_aware: the wanted worker is overloaded if its load exceeds the least load by more than this many
+    /// requests, and by the factor below
+    #[arg(
+        long,
+        env = "CORELANE_BALANCE_ABS_THRESHOLD",
+        hide_env = true,
+        default_value_t = 64,
+        value_name = "REQUESTS",
+        allow_negative_numbers = true
+    )]
+    pub balance_abs_threshold: u32,
+    /// cache_aware: ... and its load exceeds the least load times this, at least 1
+    #[arg(long, default_value_t = 1.5, value_name = "FACTOR")]
+    #[arg(value_parser = parse::factor, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_BALANCE_REL_THRESHOLD", hide_env = true)]
+    pub balance_rel_threshold: f64,
+    /// cache_aware: a match that many different prompts share (a system prompt) counts for affinity only from this
+    /// share of the prompt on, 0 to 1
+    #[arg(long, default_value_t = 0.8, value_name = "RATIO")]
+    #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_COMMON_PREFIX_THRESHOLD", hide_env = true)]
+    pub common_prefix_threshold: f64,
+    /// Accepted for compatibility and without effect: old prefixes are evicted continuously here
+    #[arg(long, default_value_t = 120, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_EVICTION_INTERVAL_SECS", hide_env = true)]
+    pub eviction_interval_secs: u64,
+    /// Prompt characters (bytes) remembered per worker
+    #[arg(long, default_value_t = 33_554_432, value_name = "BYTES")]
+    #[arg(value_parser = value_parser!(u64).range(1..), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_MAX_TREE_SIZE", hide_env = true)]
+    pub max_tree_size: u64,
+    /// Memory of the prefix tree, all cores together
+    #[arg(long, default_value_t = 268_435_456, value_name = "BYTES")]
+    #[arg(value_parser = value_parser!(u64).range(65_536..), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_PREFIX_MEMORY_BYTES", hide_env = true)]
+    pub prefix_memory_bytes: u64,
+    /// Seed of the prefix hash. The same everywhere lets head nodes compare; a secret one keeps clients from
+    /// crafting prompts whose hashes collide
+    #[arg(
+        long,
+        env = "CORELANE_PREFIX_HASH_SEED",
+        hide_env = true,
+        hide_env_values = true,
+        default_value_t = 0,
+        value_name = "NUMBER",
+        allow_negative_numbers = true
+    )]
+    pub prefix_hash_seed: u64,
+}
+
+/// Retries and time limits.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Reliability")]
+#[allow(missing_docs, reason = "the comments of fields are the help texts")]
+pub struct ReliabilityArgs {
+    /// Retries after the first attempt, each on a worker not tried yet
+    #[arg(long, default_value_t = 5, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(..=100), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_RETRY_MAX_RETRIES", hide_env = true)]
+    pub retry_max_retries: u32,
+    /// Pause before the first retry
+    #[arg(long, default_value_t = 50, value_name = "MILLISECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(..=3_600_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_RETRY_INITIAL_BACKOFF_MS", hide_env = true)]
+    pub retry_initial_backoff_ms: u64,
+    /// Longest pause before a retry
+    #[arg(long, default_value_t = 30_000, value_name = "MILLISECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(..=3_600_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_RETRY_MAX_BACKOFF_MS", hide_env = true)]
+    pub retry_max_backoff_ms: u64,
+    /// Each pause is the last one times this, at least 1
+    #[arg(long, default_value_t = 1.5, value_name = "FACTOR")]
+    #[arg(value_parser = parse::factor, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_RETRY_BACKOFF_MULTIPLIER", hide_env = true)]
+    pub retry_backoff_multiplier: f64,
+    /// Each pause is moved at random by up to this share of it, 0 to 1
+    #[arg(long, default_value_t = 0.2, value_name = "RATIO")]
+    #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_RETRY_JITTER_FACTOR", hide_env = true)]
+    pub retry_jitter_factor: f64,
+    /// Send each request once
+    #[arg(long)]
+    #[arg(value_parser = BoolishValueParser::new())]
+    #[arg(env = "CORELANE_DISABLE_RETRIES", hide_env = true)]
+    pub disable_retries: bool,
+    /// Accepted for compatibility: there is no circuit breaker yet
+    #[arg(long)]
+    #[arg(value_parser = BoolishValueParser::new())]
+    #[arg(env = "CORELANE_DISABLE_CIRCUIT_BREAKER", hide_env = true)]
+    pub disable_circuit_breaker: bool,
+    /// Whole exchange with a worker, from the request sent to the last byte of the answer
+    #[arg(long, default_value_t = 1800, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=604_800), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_REQUEST_TIMEOUT_SECS", hide_env = true)]
+    pub request_timeout_secs: u64,
+    /// Connecting to a worker
+    #[arg(long, default_value_t = 10_000, value_name = "MILLISECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=600_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_CONNECT_TIMEOUT_MS", hide_env = true)]
+    pub connect_timeout_ms: u64,
+    /// From the first byte of a request's head to its end
+    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_HEADER_READ_TIMEOUT_SECS", hide_env = true)]
+    pub header_read_timeout_secs: u64,
+    /// Between two pieces of a request's body
+    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_BODY_READ_TIMEOUT_SECS", hide_env = true)]
+    pub body_read_timeout_secs: u64,
+    /// How long a client's connection is kept without a request
+    #[arg(long, default_value_t = 75, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_KEEPALIVE_TIMEOUT_SECS", hide_env = true)]
+    pub keepalive_timeout_secs: u64,
+    /// After SIGTERM: how long readiness says 503 while new connections are still accepted
+    #[arg(long, default_value_t = 1, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(..=86_400), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_DRAIN_GRACE_SECS", hide_env = true)]
+    pub drain_grace_secs: u64,
+    /// After SIGTERM: how long running requests may take to finish
+    #[arg(long, default_value_t = 600, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(..=604_800), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_DRAIN_TIMEOUT_SECS", hide_env = true)]
+    pub drain_timeout_secs: u64,
+}
+
+/// Probing the workers.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Health")]
+#[allow(missing_docs, reason = "the comments of fields are the help texts")]
+pub struct HealthArgs {
+    /// Failed probes in a row that take a worker out
+    #[arg(long, default_value_t = 3, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(1..), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_HEALTH_FAILURE_THRESHOLD", hide_env = true)]
+    pub health_failure_threshold: u32,
+    /// Good probes in a row that bring it back (a worker that was never ready needs one)
+    #[arg(long, default_value_t = 2, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(1..), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_HEALTH_SUCCESS_THRESHOLD", hide_env = true)]
+    pub health_success_threshold: u32,
+    /// Time for one probe
+    #[arg(long, default_value_t = 5, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=3600), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_HEALTH_CHECK_TIMEOUT_SECS", hide_env = true)]
+    pub health_check_timeout_secs: u64,
+    /// Pause between two probes of a worker
+    #[arg(long, default_value_t = 10, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_HEALTH_CHECK_INTERVAL_SECS", hide_env = true)]
+    pub health_check_interval_secs: u64,
+    /// Path that is probed
+    #[arg(long, default_value = "/health", value_name = "PATH")]
+    #[arg(value_parser = parse::path)]
+    #[arg(env = "CORELANE_HEALTH_CHECK_ENDPOINT", hide_env = true)]
+    pub health_check_endpoint: String,
+}
+
+/// What one client or one stream may take.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Limits")]
+#[allow(missing_docs, reason = "the comments of fields are the help texts")]
+pub struct LimitArgs {
+    /// Largest request body of the inference endpoints
+    #[arg(long, default_value_t = 536_870_912, value_name = "BYTES")]
+    #[arg(value_parser = value_parser!(u64).range(1..=17_179_869_184), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_MAX_PAYLOAD_SIZE", hide_env = true)]
+    pub max_payload_size: u64,
+    /// Client connections, all cores together (0: what the descriptor limit allows)
+    #[arg(
+        long,
+        env = "CORELANE_MAX_CONNECTIONS",
+        hide_env = true,
+        default_value_t = 0,
+        value_name = "COUNT",
+        allow_negative_numbers = true
+    )]
+    pub max_connections: u32,
+    /// Largest head of a request or an answer
+    #[arg(long, default_value_t = 65_536, value_name = "BYTES")]
+    #[arg(value_parser = value_parser!(u32).range(1024..=16_777_216), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_HEADER_SIZE_MAX_BYTES", hide_env = true)]
+    pub header_size_max_bytes: u32,
+    /// Most fields in a head
+    #[arg(long, default_value_t = 256, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u16).range(8..=4096), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_HEADER_COUNT_MAX", hide_env = true)]
+    pub header_count_max: u16,
+    /// What one stream may hold for a client that reads slowly
+    #[arg(long, default_value_t = 262_144, value_name = "BYTES")]
+    #[arg(value_parser = value_parser!(u32).range(16_384..), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_RELAY_BUFFER_BYTES", hide_env = true)]
+    pub relay_buffer_bytes: u32,
+    /// Largest body of a request to the admin endpoints
+    #[arg(long, default_value_t = 1_048_576, value_name = "BYTES")]
+    #[arg(value_parser = value_parser!(u32).range(1024..=268_435_456), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_ADMIN_BODY_MAX_BYTES", hide_env = true)]
+    pub admin_body_max_bytes: u32,
+}
+
+/// Logs, metrics, request ids.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Observability")]
+#[allow(missing_docs, reason = "the comments of fields are the help texts")]
+pub struct ObservabilityArgs {
+    /// Least level that is logged, on standard error
+    #[arg(long, default_value = "info", value_name = "LEVEL")]
+    #[arg(value_parser = PossibleValuesParser::new(["debug", "info", "warn", "warning", "error", "critical"]))]
+    #[arg(env = "CORELANE_LOG_LEVEL", hide_env = true)]
+    pub log_level: String,
+    /// Address of the Prometheus listener
+    #[arg(
+        long,
+        env = "CORELANE_PROMETHEUS_HOST",
+        hide_env = true,
+        default_value = "127.0.0.1",
+        value_name = "HOST"
+    )]
+    pub prometheus_host: String,
+    /// Port of the Prometheus listener (0: any free one)
+    #[arg(
+        long,
+        env = "CORELANE_PROMETHEUS_PORT",
+        hide_env = true,
+        default_value_t = 29000,
+        value_name = "PORT",
+        allow_negative_numbers = true
+    )]
+    pub prometheus_port: u16,
+    /// Header fields a client's request id is taken from, first present wins
+    #[arg(long, num_args = 0.., value_name = "NAME", default_values = ["x-request-id", "x-correlation-id", "x-trace-id", "request-id"])]
+    #[arg(env = "CORELANE_REQUEST_ID_HEADERS", hide_env = true)]
+    pub request_id_headers: Vec<String>,
+}
+
+/// Cores and buffers.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Machine")]
+#[allow(missing_docs, reason = "the comments of fields are the help texts")]
+pub struct MachineArgs {
+    /// Pinned threads (default: one for each CPU this process may use)
+    #[arg(long, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u16).range(1..=1024), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_CORES", hide_env = true)]
+    pub cores: Option<u16>,
+    /// Size of one receive buffer
+    #[arg(long, default_value_t = 32_768, value_name = "BYTES")]
+    #[arg(value_parser = value_parser!(u32).range(2048..=1_048_576), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_RECV_BUFFER_BYTES", hide_env = true)]
+    pub recv_buffer_bytes: u32,
+    /// Receive buffers of a core, a power of two
+    #[arg(long, default_value_t = 512, value_name = "COUNT")]
+    #[arg(value_parser = parse::buffer_count, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_RECV_BUFFER_COUNT", hide_env = true)]
+    pub recv_buffer_count: u16,
+}
+
+fn policy_parser() -> impl TypedValueParser<Value = PolicyKind> {
+    PossibleValuesParser::new(PolicyKind::ALL.map(PolicyKind::name)).map(|name| {
+        PolicyKind::ALL
+            .into_iter()
+            .find(|kind| kind.name() == name)
+            .expect("a listed name")
+    })
+}

@@ -1,0 +1,483 @@
+//! Configuration: flags and environment, parsed once by the main thread, then frozen and shared read-only.
+//!
+//! `cli` is what may be typed; [`Config`] is what it means: plain data, times as `Duration`, sizes with their unit in
+//! the name. A value that cannot be is refused at start with the flag's name ([`ConfigError`], exit code 2).
+#![forbid(unsafe_code)]
+
+mod cli;
+mod machine;
+mod parse;
+mod worker_url;
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Parser;
+
+pub use cli::{
+    Cli, Command, HealthArgs, LimitArgs, ListenerArgs, MachineArgs, ObservabilityArgs, PolicyArgs,
+    ReliabilityArgs, ServeArgs,
+};
+pub use machine::{Limit, connections_of, cpu_count, descriptor_limits, limit};
+pub use worker_url::{WorkerUrl, WorkerUrlError};
+
+use crate::route::{PolicyKind, Settings};
+
+/// Most workers that can be registered at a time; half of the books' slots, so that as many old incarnations may drain.
+pub const WORKER_COUNT_MAX: usize = shards::SLOT_COUNT_MAX / 2;
+
+/// Exit code for a command line that cannot be (the code clap uses).
+pub const EXIT_USAGE: i32 = 2;
+
+/// A text that must not show in logs, listings or metrics.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(Arc<str>);
+
+impl Secret {
+    /// Wraps it.
+    pub fn new(text: &str) -> Secret {
+        Secret(text.into())
+    }
+
+    /// The text itself, for the wire only.
+    pub fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
+
+/// When and how often a failed attempt is repeated.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RetryConfig {
+    /// Retries after the first attempt, each on another worker; 0 with `--disable-retries`.
+    pub retries_max: u32,
+    /// Pause before the first retry.
+    pub backoff_initial: Duration,
+    /// Longest pause.
+    pub backoff_max: Duration,
+    /// Growth of the pause, at least 1.
+    pub backoff_multiplier: f64,
+    /// Share of the pause by which chance moves it, 0 to 1.
+    pub jitter_factor: f64,
+}
+
+/// How workers are probed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HealthConfig {
+    /// Failed probes in a row that take a worker out.
+    pub failure_threshold: u32,
+    /// Good probes in a row that bring it back.
+    pub success_threshold: u32,
+    /// Time for one probe, connecting included.
+    pub timeout: Duration,
+    /// Pause between two probes of a worker.
+    pub interval: Duration,
+    /// Path, behind the worker's own prefix.
+    pub endpoint: Arc<str>,
+}
+
+/// Least level that is logged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "each is the level it names")]
+pub enum LogLevel {
+    Debug,
+    Info,
+    Warn,
+    Error,
+}
+
+impl LogLevel {
+    fn parse(name: &str) -> LogLevel {
+        match name {
+            "debug" => LogLevel::Debug,
+            "warn" | "warning" => LogLevel::Warn,
+            // Nothing of ours is worse than an error.
+            "error" | "critical" => LogLevel::Error,
+            _ => LogLevel::Info,
+        }
+    }
+
+    /// As `tracing` spells it.
+    pub fn name(self) -> &'static str {
+        match self {
+            LogLevel::Debug => "debug",
+            LogLevel::Info => "info",
+            LogLevel::Warn => "warn",
+            LogLevel::Error => "error",
+        }
+    }
+}
+
+/// What the flags mean. Frozen at start.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where clients connect to.
+    pub listen: SocketAddr,
+    /// Where Prometheus scrapes.
+    pub metrics_listen: SocketAddr,
+    /// Workers known from the start, no two the same.
+    pub workers: Vec<WorkerUrl>,
+    /// How long an added worker may take to become ready.
+    pub worker_startup_timeout: Duration,
+    /// Pause between probes of a worker that was never ready.
+    pub worker_startup_check_interval: Duration,
+    /// Bearer key towards workers.
+    pub api_key: Option<Secret>,
+
+    /// Policy and thresholds.
+    pub settings: Settings,
+    /// Prompt bytes remembered per worker.
+    pub tree_bytes_per_worker_max: u64,
+    /// Memory of the prefix tree, all shards together, in bytes.
+    pub prefix_memory_bytes_max: usize,
+    /// Seed of the prefix hash.
+    pub prefix_hash_seed: u64,
+
+    /// Retries.
+    pub retry: RetryConfig,
+    /// Whole exchange with a worker.
+    pub request_timeout: Duration,
+    /// Connecting to a worker.
+    pub connect_timeout: Duration,
+    /// Head of a request, first byte to last.
+    pub header_read_timeout: Duration,
+    /// Between two pieces of a request's body.
+    pub body_read_timeout: Duration,
+    /// A client's connection without a request.
+    pub keepalive_timeout: Duration,
+    /// A connection to a worker without use; zero: never reused.
+    pub pool_idle_timeout: Duration,
+    /// Readiness 503 while still accepting, after the signal.
+    pub drain_grace: Duration,
+    /// Running requests, after the grace.
+    pub drain_timeout: Duration,
+
+    /// Probes.
+    pub health: HealthConfig,
+
+    /// Largest body of a routed request, inclusive.
+    pub body_bytes_max: usize,
+    /// Client connections, all cores together.
+    pub connection_count_max: usize,
+    /// Largest head.
+    pub header_bytes_max: usize,
+    /// Most fields in a head.
+    pub header_count_max: usize,
+    /// What one stream may hold for a slow client.
+    pub relay_buffer_bytes: usize,
+    /// Largest body of an admin request.
+    pub admin_body_bytes_max: usize,
+
+    /// Least level that is logged.
+    pub log_level: LogLevel,
+    /// Lower-case names of fields a request id is taken from, in order.
+    pub request_id_headers: Vec<String>,
+
+    /// Pinned threads.
+    pub core_count: usize,
+    /// Size of one receive buffer.
+    pub recv_buffer_bytes: usize,
+    /// Receive buffers of a core, a power of two.
+    pub recv_buffer_count: u16,
+}
+
+/// A flag, and why its value cannot be. Shown as clap shows its own errors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConfigError {
+    /// Long name, without dashes.
+    pub flag: &'static str,
+    /// In words.
+    pub reason: String,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "error: invalid value for '--{}': {}\n\nFor more information, try '--help'.",
+            self.flag, self.reason
+        )
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+impl Config {
+    /// Gives the flags their meaning, and checks what concerns several of them.
+    ///
+    /// # Errors
+    /// The first flag whose value cannot be.
+    pub fn from_cli(cli: Cli) -> Result<Config, ConfigError> {
+        let ServeArgs {
+            listener,
+            policy,
+            reliability,
+            health,
+            limits,
+            observability,
+            machine,
+        } = cli.serve;
+        let workers = workers(&listener.worker_urls)?;
+        check_policy(policy.policy, workers.len())?;
+        if let Some(Err(reason)) = listener.api_key.as_ref().map(parse::check_key) {
+            return Err(ConfigError {
+                flag: "api-key",
+                reason: reason.to_owned(),
+            });
+        }
+        let secs = Duration::from_secs;
+        let ms = Duration::from_millis;
+        Ok(Config {
+            listen: address("host", &listener.host, listener.port)?,
+            metrics_listen: address(
+                "prometheus-host",
+                &observability.prometheus_host,
+                observability.prometheus_port,
+            )?,
+            workers,
+            worker_startup_timeout: secs(listener.worker_startup_timeout_secs),
+            worker_startup_check_interval: secs(listener.worker_startup_check_interval),
+            api_key: listener.api_key,
+            settings: Settings {
+                policy: policy.policy,
+                cache_threshold: policy.cache_threshold,
+                balance_abs_threshold: policy.balance_abs_threshold,
+                balance_rel_threshold: policy.balance_rel_threshold,
+                common_prefix_threshold: policy.common_prefix_threshold,
+            },
+            tree_bytes_per_worker_max: policy.max_tree_size,
+            prefix_memory_bytes_max: size("prefix-memory-bytes", policy.prefix_memory_bytes)?,
+            prefix_hash_seed: policy.prefix_hash_seed,
+            retry: retry(&reliability)?,
+            request_timeout: secs(reliability.request_timeout_secs),
+            connect_timeout: ms(reliability.connect_timeout_ms),
+            header_read_timeout: secs(reliability.header_read_timeout_secs),
+            body_read_timeout: secs(reliability.body_read_timeout_secs),
+            keepalive_timeout: secs(reliability.keepalive_timeout_secs),
+            pool_idle_timeout: secs(listener.pool_idle_timeout_secs),
+            drain_grace: secs(reliability.drain_grace_secs),
+            drain_timeout: secs(reliability.drain_timeout_secs),
+            health: HealthConfig {
+                failure_threshold: health.health_failure_threshold,
+                success_threshold: health.health_success_threshold,
+                timeout: secs(health.health_check_timeout_secs),
+                interval: secs(health.health_check_interval_secs),
+                endpoint: health.health_check_endpoint.into(),
+            },
+            body_bytes_max: size("max-payload-size", limits.max_payload_size)?,
+            connection_count_max: match limits.max_connections {
+                0 => machine::connection_count_max(),
+                count => count as usize,
+            },
+            header_bytes_max: limits.header_size_max_bytes as usize,
+            header_count_max: usize::from(limits.header_count_max),
+            relay_buffer_bytes: limits.relay_buffer_bytes as usize,
+            admin_body_bytes_max: limits.admin_body_max_bytes as usize,
+            log_level: LogLevel::parse(&observability.log_level),
+            request_id_headers: header_names(&observability.request_id_headers)?,
+            core_count: core_count(machine.cores)?,
+            recv_buffer_bytes: machine.recv_buffer_bytes as usize,
+            recv_buffer_count: machine.recv_buffer_count,
+        })
+    }
+
+    /// The effective settings for operators. Listed one by one, so that nothing secret slips in.
+    pub fn public_json(&self) -> serde_json::Value {
+        let settings = &self.settings;
+        serde_json::json!({
+            "listen": self.listen.to_string(),
+            "prometheus": self.metrics_listen.to_string(),
+            "api_key_set": self.api_key.is_some(),
+            "policy": settings.policy.name(),
+            "cache_threshold": settings.cache_threshold,
+            "balance_abs_threshold": settings.balance_abs_threshold,
+            "balance_rel_threshold": settings.balance_rel_threshold,
+            "common_prefix_threshold": settings.common_prefix_threshold,
+            "max_tree_size": self.tree_bytes_per_worker_max,
+            "prefix_memory_bytes": self.prefix_memory_bytes_max,
+            "max_payload_size": self.body_bytes_max,
+            "max_connections": self.connection_count_max,
+            "header_size_max_bytes": self.header_bytes_max,
+            "header_count_max": self.header_count_max,
+            "relay_buffer_bytes": self.relay_buffer_bytes,
+            "admin_body_max_bytes": self.admin_body_bytes_max,
+            "request_timeout_secs": self.request_timeout.as_secs(),
+            "connect_timeout_ms": u64::try_from(self.connect_timeout.as_millis()).unwrap_or(u64::MAX),
+            "header_read_timeout_secs": self.header_read_timeout.as_secs(),
+            "body_read_timeout_secs": self.body_read_timeout.as_secs(),
+            "keepalive_timeout_secs": self.keepalive_timeout.as_secs(),
+            "pool_idle_timeout_secs": self.pool_idle_timeout.as_secs(),
+            "retry_max_retries": self.retry.retries_max,
+            "health_check_interval_secs": self.health.interval.as_secs(),
+            "health_check_timeout_secs": self.health.timeout.as_secs(),
+            "health_failure_threshold": self.health.failure_threshold,
+            "health_success_threshold": self.health.success_threshold,
+            "health_check_endpoint": &*self.health.endpoint,
+            "drain_grace_secs": self.drain_grace.as_secs(),
+            "drain_timeout_secs": self.drain_timeout.as_secs(),
+            "cores": self.core_count,
+            "recv_buffer_bytes": self.recv_buffer_bytes,
+            "recv_buffer_count": self.recv_buffer_count,
+            "log_level": self.log_level.name(),
+        })
+    }
+
+    /// The defaults, with one core, free ports and no workers: for tests that build a router in their own process.
+    ///
+    /// # Panics
+    /// If a `CORELANE_` variable of the environment holds a value that cannot be.
+    pub fn default_for_tests() -> Config {
+        let line = [
+            "corelane",
+            "--cores",
+            "1",
+            "--port",
+            "0",
+            "--prometheus-port",
+            "0",
+            "--max-connections",
+            "1024",
+        ];
+        let cli = Cli::try_parse_from(line).expect("the defaults parse");
+        Config::from_cli(cli).expect("the defaults are in range")
+    }
+}
+
+fn workers(texts: &[String]) -> Result<Vec<WorkerUrl>, ConfigError> {
+    let flag = "worker-urls";
+    let mut workers: Vec<WorkerUrl> = Vec::new();
+    // The environment gives one text for all; the same spelling is welcome on the command line.
+    for text in texts
+        .iter()
+        .flat_map(|text| text.split([',', ' ', '\t', '\n']))
+        .filter(|text| !text.is_empty())
+    {
+        let url = WorkerUrl::parse(text).map_err(|error| ConfigError {
+            flag,
+            reason: error.to_string(),
+        })?;
+        if workers.contains(&url) {
+            return Err(ConfigError {
+                flag,
+                reason: format!("worker URL '{text}' is listed twice"),
+            });
+        }
+        workers.push(url);
+    }
+    if workers.len() > WORKER_COUNT_MAX {
+        return Err(ConfigError {
+            flag,
+            reason: format!("at most {WORKER_COUNT_MAX} workers"),
+        });
+    }
+    Ok(workers)
+}
+
+// vllm-router's rule. No worker at all is fine: they are added later.
+fn check_policy(policy: PolicyKind, worker_count: usize) -> Result<(), ConfigError> {
+    if policy == PolicyKind::PowerOfTwo && worker_count == 1 {
+        let reason = "power_of_two needs at least 2 workers, --worker-urls names 1".to_owned();
+        return Err(ConfigError {
+            flag: "policy",
+            reason,
+        });
+    }
+    Ok(())
+}
+
+fn retry(args: &ReliabilityArgs) -> Result<RetryConfig, ConfigError> {
+    if args.retry_max_backoff_ms < args.retry_initial_backoff_ms {
+        let reason = format!(
+            "must be at least --retry-initial-backoff-ms ({})",
+            args.retry_initial_backoff_ms
+        );
+        return Err(ConfigError {
+            flag: "retry-max-backoff-ms",
+            reason,
+        });
+    }
+    Ok(RetryConfig {
+        retries_max: if args.disable_retries {
+            0
+        } else {
+            args.retry_max_retries
+        },
+        backoff_initial: Duration::from_millis(args.retry_initial_backoff_ms),
+        backoff_max: Duration::from_millis(args.retry_max_backoff_ms),
+        backoff_multiplier: args.retry_backoff_multiplier,
+        jitter_factor: args.retry_jitter_factor,
+    })
+}
+
+// A core is pinned to a CPU of its own.
+fn core_count(wanted: Option<u16>) -> Result<usize, ConfigError> {
+    let cpu_count = machine::cpu_count();
+    match wanted.map(usize::from) {
+        None => Ok(cpu_count),
+        Some(count) if count <= cpu_count => Ok(count),
+        Some(count) => {
+            let reason = format!("{count} cores, but this process may use only {cpu_count} CPUs");
+            Err(ConfigError {
+                flag: "cores",
+                reason,
+            })
+        }
+    }
+}
+
+fn header_names(texts: &[String]) -> Result<Vec<String>, ConfigError> {
+    texts
+        .iter()
+        .flat_map(|text| text.split([',', ' ']))
+        .filter(|text| !text.is_empty())
+        .map(|text| {
+            parse::header_name(text).map_err(|reason| ConfigError {
+                flag: "request-id-headers",
+                reason,
+            })
+        })
+        .collect()
+}
+
+fn size(flag: &'static str, bytes: u64) -> Result<usize, ConfigError> {
+    usize::try_from(bytes).map_err(|_| ConfigError {
+        flag,
+        reason: "more than this machine can address".to_owned(),
+    })
+}
+
+fn address(flag: &'static str, host: &str, port: u16) -> Result<SocketAddr, ConfigError> {
+    let bare = host
+        .strip_prefix('[')
+        .and_then(|rest| rest.strip_suffix(']'))
+        .unwrap_or(host);
+    if let Ok(ip) = bare.parse::<IpAddr>() {
+        return Ok(SocketAddr::new(ip, port));
+    }
+    let refuse = |why: &str| ConfigError {
+        flag,
+        reason: format!("'{host}' {why}"),
+    };
+    if host.is_empty()
+        || !host
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.' | b'_'))
+    {
+        return Err(refuse("is neither an address nor a host name"));
+    }
+    (host, port)
+        .to_socket_addrs()
+        .ok()
+        .and_then(|mut addresses| addresses.next())
+        .ok_or_else(|| refuse("cannot be resolved to an address"))
+}
+
+#[cfg(test)]
+mod tests;

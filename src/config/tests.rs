@@ -1,0 +1,239 @@
+//! Command lines and what they mean: defaults are vllm-router's, mistakes name their flag.
+
+use clap::CommandFactory;
+use clap::error::ErrorKind;
+
+use super::*;
+
+fn parse(args: &str) -> Result<Config, String> {
+    let line = std::iter::once("corelane").chain(args.split_whitespace());
+    let cli = Cli::try_parse_from(line).map_err(|error| {
+        assert_eq!(error.exit_code(), EXIT_USAGE, "{args}");
+        error.to_string()
+    })?;
+    Config::from_cli(cli).map_err(|error| error.to_string())
+}
+
+#[test]
+fn clap_finds_no_contradiction_in_the_flags() {
+    Cli::command().debug_assert();
+}
+
+#[test]
+fn defaults_are_those_of_vllm_router_where_not_said_otherwise() {
+    let config = parse("").unwrap();
+    assert_eq!(config.listen.to_string(), "127.0.0.1:30000");
+    assert_eq!(config.metrics_listen.to_string(), "127.0.0.1:29000");
+    assert_eq!(config.settings.policy, PolicyKind::CacheAware);
+    assert_eq!(
+        (
+            config.settings.cache_threshold,
+            config.settings.balance_rel_threshold
+        ),
+        (0.3, 1.5)
+    );
+    assert_eq!(
+        (
+            config.settings.balance_abs_threshold,
+            config.tree_bytes_per_worker_max
+        ),
+        (64, 33_554_432)
+    );
+    assert_eq!(
+        (config.body_bytes_max, config.request_timeout.as_secs()),
+        (536_870_912, 1800)
+    );
+    assert_eq!(
+        (
+            config.health.failure_threshold,
+            config.health.success_threshold
+        ),
+        (3, 2)
+    );
+    assert_eq!(
+        (
+            config.health.timeout.as_secs(),
+            config.health.interval.as_secs()
+        ),
+        (5, 10)
+    );
+    assert_eq!(config.retry.retries_max, 5);
+    assert_eq!(
+        config.request_id_headers,
+        [
+            "x-request-id",
+            "x-correlation-id",
+            "x-trace-id",
+            "request-id"
+        ]
+    );
+    assert!(
+        config.workers.is_empty() && config.core_count >= 1 && config.connection_count_max >= 16
+    );
+}
+
+#[test]
+fn bare_flags_serve_as_vllm_router_does() {
+    let config =
+        parse("--worker-urls http://a:1 http://b:2/ --port 1 --worker-urls http://c:3,http://d:4")
+            .unwrap();
+    let texts: Vec<&str> = config.workers.iter().map(|w| &**w.text()).collect();
+    assert_eq!(
+        texts,
+        ["http://a:1", "http://b:2", "http://c:3", "http://d:4"]
+    );
+    assert_eq!(config.listen.port(), 1);
+    assert!(parse("--worker-urls").unwrap().workers.is_empty());
+    assert_eq!(
+        parse("--host ::1").unwrap().listen.to_string(),
+        "[::1]:30000"
+    );
+    assert_eq!(
+        parse("--host [::1]").unwrap().listen.to_string(),
+        "[::1]:30000"
+    );
+    assert_eq!(
+        parse("--host 0.0.0.0").unwrap().listen.to_string(),
+        "0.0.0.0:30000"
+    );
+    assert_eq!(parse("--disable-retries").unwrap().retry.retries_max, 0);
+}
+
+/// Every mistake ends with a message that names the flag.
+#[test]
+fn mistakes_name_their_flag() {
+    let table = [
+        "--balance-abs-threshold -5",
+        "--balance-abs-threshold 1.5",
+        "--cache-threshold 1.5",
+        "--cache-threshold -0.1",
+        "--cache-threshold nan",
+        "--common-prefix-threshold 2",
+        "--balance-rel-threshold nan",
+        "--balance-rel-threshold inf",
+        "--balance-rel-threshold 0.5",
+        "--max-tree-size lots",
+        "--max-tree-size 0",
+        "--health-check-interval-secs abc",
+        "--health-check-interval-secs 0",
+        "--health-check-interval-secs -1",
+        "--health-check-endpoint health",
+        "--port 70000",
+        "--port -1",
+        "--cores 0",
+        "--cores 1024",
+        "--recv-buffer-count 500",
+        "--log-level loud",
+        "--policy consistent_hashingg",
+        "--policy power_of_two --worker-urls http://a:1",
+        "--worker-urls https://a:1",
+        "--worker-urls http://a:1 http://a:1/",
+        "--worker-urls ht!tp:/nonsense url",
+        "--retry-max-backoff-ms 10",
+        "--retry-backoff-multiplier 0",
+        "--request-id-headers a:b",
+        "--host no/name",
+        "--host name.invalid",
+        "--max-payload-size -3",
+    ];
+    for args in table {
+        let flag = args.split_whitespace().next().unwrap();
+        let message = parse(args).expect_err(args);
+        assert!(message.contains(flag), "{args}: {message}");
+    }
+}
+
+#[test]
+fn an_unknown_policy_lists_the_choices_and_a_bad_url_is_named() {
+    let message = parse("--policy round-robbin").unwrap_err();
+    for kind in PolicyKind::ALL {
+        assert!(message.contains(kind.name()), "{message}");
+    }
+    let message = parse("--worker-urls http://good:1 https://bad:2").unwrap_err();
+    assert!(
+        message.contains("https://bad:2") && message.contains("TLS to workers is not there yet"),
+        "{message}"
+    );
+    assert!(parse("--nonsense 1").unwrap_err().contains("--nonsense"));
+}
+
+#[test]
+fn help_is_grouped_and_names_every_flag_once() {
+    let help = Cli::command().render_long_help().to_string();
+    let groups = [
+        "Listener and workers",
+        "Policy",
+        "Reliability",
+        "Health",
+        "Limits",
+        "Observability",
+        "Machine",
+    ];
+    for group in groups {
+        assert!(help.contains(&format!("{group}:")), "{group}");
+    }
+    for arg in Cli::command()
+        .get_arguments()
+        .filter_map(|arg| arg.get_long())
+    {
+        assert!(help.contains(&format!("--{arg}")), "{arg}");
+    }
+    let error = Cli::try_parse_from(["corelane", "--help"]).unwrap_err();
+    assert_eq!(
+        (error.kind(), error.exit_code()),
+        (ErrorKind::DisplayHelp, 0)
+    );
+}
+
+/// Each flag has its variable, named by one rule.
+#[test]
+fn every_flag_has_its_variable() {
+    for arg in Cli::command().get_arguments() {
+        let Some(long) = arg
+            .get_long()
+            .filter(|long| !matches!(*long, "help" | "version"))
+        else {
+            continue;
+        };
+        let variable = format!("CORELANE_{}", long.to_uppercase().replace('-', "_"));
+        assert_eq!(
+            arg.get_env().and_then(|name| name.to_str()),
+            Some(variable.as_str())
+        );
+    }
+}
+
+#[test]
+fn the_key_shows_nowhere() {
+    let config = parse("--api-key sesame").unwrap();
+    assert_eq!(config.api_key.as_ref().unwrap().expose(), "sesame");
+    assert!(!format!("{config:?}").contains("sesame"));
+    let refused = parse("--api-key sesame\u{e4}").unwrap_err();
+    assert!(
+        refused.contains("--api-key") && !refused.contains("sesame"),
+        "{refused}"
+    );
+}
+
+#[test]
+fn subcommands_are_known_and_do_not_mix_with_flags() {
+    assert!(matches!(
+        Cli::try_parse_from(["corelane", "doctor"]).unwrap().command,
+        Some(Command::Doctor)
+    ));
+    assert!(Cli::try_parse_from(["corelane", "--port", "1", "doctor"]).is_err());
+    assert!(Cli::try_parse_from(["corelane", "doktor"]).is_err());
+}
+
+#[test]
+fn the_configuration_for_tests_binds_to_free_ports() {
+    let config = Config::default_for_tests();
+    assert_eq!(
+        (
+            config.listen.port(),
+            config.metrics_listen.port(),
+            config.core_count
+        ),
+        (0, 0, 1)
+    );
+}

@@ -1,0 +1,236 @@
+//! A worker's URL as configured or added: `http://host[:port][/prefix]`, checked once, then only compared and shown.
+
+use std::fmt;
+use std::sync::Arc;
+
+use url::{Host, Url};
+
+/// Where a worker is. Two are equal when they mean the same place, however they are written.
+#[derive(Clone, Debug)]
+pub struct WorkerUrl {
+    text: Arc<str>,
+    host: Arc<str>,
+    port: u16,
+    authority: Arc<str>,
+    path_prefix: Arc<str>,
+}
+
+/// Why a text is not a worker's URL. Shown to operators only.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerUrlError {
+    /// As given, or hidden where it holds a password.
+    pub text: String,
+    /// In words.
+    pub reason: &'static str,
+}
+
+impl fmt::Display for WorkerUrlError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "worker URL '{}': {}", self.text, self.reason)
+    }
+}
+
+impl std::error::Error for WorkerUrlError {}
+
+const FORM: &str = "must be http://host[:port][/prefix]";
+
+impl WorkerUrl {
+    /// Reads and checks a URL.
+    ///
+    /// # Errors
+    /// Anything but plain `http://host[:port][/prefix]`: other schemes, user info, query, fragment, odd bytes.
+    pub fn parse(text: &str) -> Result<WorkerUrl, WorkerUrlError> {
+        let shown = || text.chars().take(200).collect::<String>();
+        let refuse = |reason| {
+            Err(WorkerUrlError {
+                text: shown(),
+                reason,
+            })
+        };
+        // What goes into log lines and metric labels stays free of quotes, backslashes and control characters.
+        if !text
+            .bytes()
+            .all(|b| b.is_ascii_graphic() && !matches!(b, b'"' | b'\\' | b'<' | b'>'))
+        {
+            return refuse(
+                "holds a character that has no place in a URL; must be http://host[:port][/prefix]",
+            );
+        }
+        let Ok(url) = Url::parse(text) else {
+            return refuse(FORM);
+        };
+        if !url.username().is_empty() || url.password().is_some() {
+            let text = format!("{}://***@...", url.scheme());
+            return Err(WorkerUrlError {
+                text,
+                reason: "user info is not taken; use --api-key",
+            });
+        }
+        match url.scheme() {
+            "http" => {}
+            "https" => return refuse("TLS to workers is not there yet; use http://"),
+            "grpc" | "grpcs" => {
+                return refuse("gRPC workers are not supported; use the worker's HTTP port");
+            }
+            _ => return refuse(FORM),
+        }
+        // The URL standard also reads http:a and http:///a as http://a; a typing error is likelier.
+        let is_plain = text
+            .get(..7)
+            .is_some_and(|start| start.eq_ignore_ascii_case("http://"));
+        if !is_plain || text[7..].starts_with('/') {
+            return refuse(FORM);
+        }
+        if url.query().is_some() || url.fragment().is_some() {
+            return refuse("a query or fragment is not taken; must be http://host[:port][/prefix]");
+        }
+        let Some(host) = url.host() else {
+            return refuse(FORM);
+        };
+        let port = url.port_or_known_default().unwrap_or(80);
+        if port == 0 {
+            return refuse("port 0 cannot be connected to");
+        }
+        let authority = match url.port() {
+            Some(port) => format!("{host}:{port}"),
+            None => host.to_string(),
+        };
+        let bare_host = match &host {
+            Host::Ipv6(address) => address.to_string(),
+            other => other.to_string(),
+        };
+        Ok(WorkerUrl {
+            text: text.trim_end_matches('/').into(),
+            host: bare_host.into(),
+            port,
+            authority: authority.into(),
+            path_prefix: url.path().trim_end_matches('/').into(),
+        })
+    }
+
+    /// As the operator wrote it, without a trailing slash.
+    pub fn text(&self) -> &Arc<str> {
+        &self.text
+    }
+
+    /// Name or address, without brackets.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// Port to connect to.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// The `Host` field (RFC 9112 section 3.2): the port only where it is not 80.
+    pub fn authority(&self) -> &Arc<str> {
+        &self.authority
+    }
+
+    /// `""`, or `/prefix` without a trailing slash.
+    pub fn path_prefix(&self) -> &Arc<str> {
+        &self.path_prefix
+    }
+}
+
+impl PartialEq for WorkerUrl {
+    fn eq(&self, other: &WorkerUrl) -> bool {
+        self.host == other.host && self.port == other.port && self.path_prefix == other.path_prefix
+    }
+}
+
+impl Eq for WorkerUrl {}
+
+impl fmt::Display for WorkerUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn good_urls_are_taken_apart() {
+        let table = [
+            ("http://a:8000", "http://a:8000", "a", 8000, "a:8000", ""),
+            ("http://a:8000/", "http://a:8000", "a", 8000, "a:8000", ""),
+            ("http://a", "http://a", "a", 80, "a", ""),
+            ("http://a:80/", "http://a:80", "a", 80, "a", ""),
+            (
+                "HTTP://A.b/x/y/",
+                "HTTP://A.b/x/y",
+                "a.b",
+                80,
+                "a.b",
+                "/x/y",
+            ),
+            ("http://[::1]:9", "http://[::1]:9", "::1", 9, "[::1]:9", ""),
+            (
+                "http://10.0.0.1:65535",
+                "http://10.0.0.1:65535",
+                "10.0.0.1",
+                65535,
+                "10.0.0.1:65535",
+                "",
+            ),
+        ];
+        for (given, text, host, port, authority, prefix) in table {
+            let url = WorkerUrl::parse(given).unwrap();
+            let got = (
+                &*url.text,
+                url.host(),
+                url.port(),
+                &*url.authority,
+                &*url.path_prefix,
+            );
+            assert_eq!(got, (text, host, port, authority, prefix), "{given}");
+        }
+    }
+
+    #[test]
+    fn bad_urls_are_refused_and_named() {
+        let table = [
+            "",
+            "a:8000",
+            "a",
+            "ftp://a",
+            "https://a",
+            "grpc://a:1",
+            "http://",
+            "http:///x",
+            "http:a",
+            "http:/a",
+            "http://a:0",
+            "http://a:65536",
+            "http://a?x=1",
+            "http://a#f",
+            "http://a b",
+            "http://a/\"x",
+            "http://a\\b",
+            "ht!tp:/nonsense",
+        ];
+        for given in table {
+            let error = WorkerUrl::parse(given).expect_err(given);
+            assert!(error.to_string().contains(given), "{error}");
+        }
+        let tls = WorkerUrl::parse("https://a").unwrap_err();
+        assert!(tls.reason.contains("TLS to workers is not there yet"));
+    }
+
+    #[test]
+    fn a_password_is_not_repeated() {
+        let error = WorkerUrl::parse("http://me:secret@a").unwrap_err();
+        assert!(!error.to_string().contains("secret"), "{error}");
+    }
+
+    #[test]
+    fn the_same_place_is_the_same_worker() {
+        let parse = |text| WorkerUrl::parse(text).unwrap();
+        assert_eq!(parse("http://a"), parse("http://A:80/"));
+        assert_ne!(parse("http://a"), parse("http://a:81"));
+        assert_ne!(parse("http://a"), parse("http://a/x"));
+    }
+}

@@ -1,0 +1,609 @@
+//! The admin API: vllm-router's endpoints and ours, one axum router. Requests come whole from the cores, one task each,
+//! so that one that waits (`/add_worker`) holds up nobody; answers go to the inbox of the core that asked.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{DefaultBodyLimit, Path, Query, State};
+use axum::response::Response;
+use axum::routing::{get, post};
+use bytes::Bytes;
+use http::{Method, Request, StatusCode, Uri, header};
+use http_body_util::BodyExt;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use tokio::task::JoinSet;
+use tower::ServiceExt;
+
+use super::probe::Target;
+use super::registry::{AddError, Entry, Key};
+use super::{Plane, models, probe, reply};
+use crate::config::WorkerUrl;
+use crate::shared::{AdminReply, AdminRequest, ToCore};
+
+/// Longest time a request to add a worker is held. The worker goes on being probed behind it, up to
+/// `--worker-startup-timeout-secs`: vllm-router's up to ten minutes of silence look like a hang to callers.
+const ADD_WAIT_MAX: Duration = Duration::from_secs(5);
+
+type Plain = State<Arc<Plane>>;
+
+/// Answers requests that cores hand over.
+pub(super) struct Admin {
+    plane: Arc<Plane>,
+    router: Router,
+}
+
+impl Admin {
+    /// Builds the routes once.
+    pub(super) fn new(plane: Arc<Plane>) -> Admin {
+        let router = router(plane.clone());
+        Admin { plane, router }
+    }
+
+    /// Answers in a task of its own.
+    pub(super) fn answer(&self, request: AdminRequest) {
+        let (core, token) = (request.core, request.token);
+        let answer = tokio::spawn(dispatch(self.router.clone(), request));
+        let shared = self.plane.shared.clone();
+        tokio::spawn(async move {
+            // A panic in a handler costs one 500, not a client that waits for ever.
+            let reply = match answer.await {
+                Ok(reply) => reply,
+                Err(_) => {
+                    whole(reply::error(
+                        StatusCode::INTERNAL_SERVER_ERROR,
+                        "internal_error",
+                        "internal error",
+                    ))
+                    .await
+                }
+            };
+            if let Some(core) = shared.cores.get(core) {
+                core.post(ToCore::Admin { token, reply });
+            }
+        });
+    }
+}
+
+async fn dispatch(router: Router, request: AdminRequest) -> AdminReply {
+    let is_head = request.method == "HEAD";
+    let mut builder = Request::builder()
+        .method(request.method.as_str())
+        .uri(request.target.as_str());
+    for (name, value) in &request.headers {
+        builder = builder.header(name.as_str(), value.as_slice());
+    }
+    let Ok(request) = builder.body(Body::from(request.body)) else {
+        return whole(reply::error(
+            StatusCode::BAD_REQUEST,
+            "bad_request",
+            "the request cannot be read",
+        ))
+        .await;
+    };
+    let response = match router.oneshot(request).await {
+        Ok(response) => response,
+        Err(never) => match never {},
+    };
+    let mut reply = whole(response).await;
+    if is_head {
+        reply.body.clear();
+    }
+    reply
+}
+
+async fn whole(response: Response) -> AdminReply {
+    let (head, body) = response.into_parts();
+    let body = body
+        .collect()
+        .await
+        .map(|body| body.to_bytes().to_vec())
+        .unwrap_or_default();
+    let is_framing = |name: &header::HeaderName| {
+        [
+            header::CONTENT_LENGTH,
+            header::TRANSFER_ENCODING,
+            header::CONNECTION,
+        ]
+        .contains(name)
+    };
+    let headers = head
+        .headers
+        .iter()
+        .filter(|(name, _)| !is_framing(name))
+        .map(|(name, value)| (name.as_str().to_owned(), value.as_bytes().to_vec()))
+        .collect();
+    AdminReply {
+        status: head.status.as_u16(),
+        headers,
+        body,
+    }
+}
+
+/// All routes. The paths are those of `paths::is_admin_path`; a test compares.
+pub(super) fn router(plane: Arc<Plane>) -> Router {
+    Router::new()
+        .route("/health", get(health))
+        .route("/health_generate", get(health))
+        .route("/liveness", get(liveness))
+        .route("/readiness", get(readiness))
+        .route("/v1/models", get(list_models))
+        .route("/get_model_info", get(model_info))
+        .route("/get_server_info", get(server_info))
+        .route("/add_worker", post(add_worker))
+        .route("/remove_worker", post(remove_worker))
+        .route("/list_workers", get(list_workers))
+        .route("/workers", get(workers).post(create_worker))
+        .route("/workers/{url}", get(worker).delete(delete_worker))
+        .route("/get_loads", get(loads))
+        .route("/flush_cache", post(flush_cache))
+        .fallback(unknown_path)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(DefaultBodyLimit::disable())
+        .with_state(plane)
+}
+
+async fn unknown_path() -> Response {
+    reply::error(StatusCode::NOT_FOUND, "not_found", "no such path")
+}
+
+async fn wrong_method(method: Method, uri: Uri) -> Response {
+    let message = format!("method {method} is not allowed for {}", uri.path());
+    reply::error(
+        StatusCode::METHOD_NOT_ALLOWED,
+        "method_not_allowed",
+        &message,
+    )
+}
+
+async fn health(State(plane): Plain) -> Response {
+    let registry = plane.registry();
+    let (ready_count, total_count) = (registry.ready_count(), registry.entries().len());
+    if total_count == 0 {
+        return reply::error(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "no_workers",
+            "no workers registered",
+        );
+    }
+    if ready_count < total_count {
+        let message = format!(
+            "{} of {total_count} workers are not healthy",
+            total_count - ready_count
+        );
+        return reply::error(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "workers_unhealthy",
+            &message,
+        );
+    }
+    reply::text(StatusCode::OK, "All servers healthy")
+}
+
+async fn liveness() -> Response {
+    reply::text(StatusCode::OK, "OK")
+}
+
+async fn readiness(State(plane): Plain) -> Response {
+    let registry = plane.registry();
+    let (ready_count, total_count) = (registry.ready_count(), registry.entries().len());
+    let reason = if plane.shared.is_draining() {
+        "draining"
+    } else if total_count == 0 {
+        "no workers registered"
+    } else if ready_count == 0 {
+        "no healthy workers"
+    } else {
+        let body = json!({"status": "ready", "healthy_workers": ready_count, "total_workers": total_count});
+        return reply::json(StatusCode::OK, &body);
+    };
+    let body = json!({
+        "status": "not_ready", "reason": reason, "healthy_workers": ready_count, "total_workers": total_count,
+    });
+    reply::json(StatusCode::SERVICE_UNAVAILABLE, &body)
+}
+
+async fn list_models(State(plane): Plain) -> Response {
+    let registry = plane.registry();
+    if registry.ready_count() == 0 {
+        return reply::error(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "no_available_workers",
+            "no worker is available",
+        );
+    }
+    let lists = registry
+        .entries()
+        .iter()
+        .filter(|entry| entry.is_ready())
+        .map(|entry| &entry.models[..]);
+    reply::raw_json(StatusCode::OK, models::merge(lists))
+}
+
+async fn model_info(State(plane): Plain) -> Response {
+    let registry = plane.registry();
+    let mut models = registry
+        .entries()
+        .iter()
+        .filter(|entry| entry.is_ready())
+        .flat_map(|entry| &entry.models);
+    let Some(model) = models.next() else {
+        let message = "no worker is available that tells its model";
+        return reply::error(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "no_available_workers",
+            message,
+        );
+    };
+    let fields: Map<String, Value> = serde_json::from_str(model.json.get()).unwrap_or_default();
+    let path = fields
+        .get("root")
+        .and_then(Value::as_str)
+        .unwrap_or(&model.id);
+    let body = json!({
+        "model_path": path,
+        "tokenizer_path": path,
+        "served_model_name": &*model.id,
+        "max_model_len": fields.get("max_model_len").unwrap_or(&Value::Null),
+        "is_generation": true,
+    });
+    reply::json(StatusCode::OK, &body)
+}
+
+async fn server_info(State(plane): Plain) -> Response {
+    let config = &plane.shared.config;
+    let registry = plane.registry();
+    let body = json!({
+        "name": "corelane",
+        "version": env!("CARGO_PKG_VERSION"),
+        "kernel": std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim(),
+        "cores": plane.shared.cores.len(),
+        "workers": {"total": registry.entries().len(), "ready": registry.ready_count()},
+        "draining": plane.shared.is_draining(),
+        "settings": config.public_json(),
+    });
+    reply::json(StatusCode::OK, &body)
+}
+
+#[derive(Deserialize)]
+struct UrlQuery {
+    url: Option<String>,
+}
+
+fn url_of(
+    query: Result<Query<UrlQuery>, axum::extract::rejection::QueryRejection>,
+) -> Result<WorkerUrl, Box<Response>> {
+    match query {
+        Ok(Query(UrlQuery { url: Some(url) })) => parse_url(&url),
+        _ => Err(Box::new(reply::error(
+            StatusCode::BAD_REQUEST,
+            "missing_url",
+            "the query parameter url is missing",
+        ))),
+    }
+}
+
+fn parse_url(text: &str) -> Result<WorkerUrl, Box<Response>> {
+    WorkerUrl::parse(text).map_err(|error| {
+        Box::new(reply::error(
+            StatusCode::BAD_REQUEST,
+            "invalid_worker_url",
+            &error.to_string(),
+        ))
+    })
+}
+
+type QueryOf<T> = Result<Query<T>, axum::extract::rejection::QueryRejection>;
+
+async fn add_worker(State(plane): Plain, query: QueryOf<UrlQuery>) -> Response {
+    let url = match url_of(query) {
+        Ok(url) => url,
+        Err(refusal) => return *refusal,
+    };
+    match add_and_wait(&plane, &url).await {
+        Ok(Added::Ready) => {
+            reply::text(StatusCode::OK, format!("Successfully added worker: {url}"))
+        }
+        Ok(Added::Waiting(reason)) => {
+            let limit_secs = plane.shared.config.worker_startup_timeout.as_secs();
+            let text = format!(
+                "Added worker: {url}; not ready yet ({reason}). It gets requests once it is, and is dropped if that \
+                 takes more than {limit_secs} s"
+            );
+            reply::text(StatusCode::ACCEPTED, text)
+        }
+        Err(refusal) => *refusal,
+    }
+}
+
+enum Added {
+    Ready,
+    Waiting(String),
+}
+
+async fn add_and_wait(plane: &Arc<Plane>, url: &WorkerUrl) -> Result<Added, Box<Response>> {
+    let refuse = |status, code, message: &str| Err(Box::new(reply::error(status, code, message)));
+    if plane.shared.is_draining() {
+        return refuse(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "draining",
+            "this router is draining",
+        );
+    }
+    let mut changes = plane.changes.subscribe();
+    let key = match plane.add(url.clone(), true) {
+        Ok(key) => key,
+        Err(AddError::Exists) => {
+            return refuse(
+                StatusCode::BAD_REQUEST,
+                "worker_exists",
+                &format!("Worker {url} already exists"),
+            );
+        }
+        Err(AddError::Full) => {
+            return refuse(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "too_many_workers",
+                "no room for another worker",
+            );
+        }
+    };
+    let limit = plane.shared.config.worker_startup_timeout;
+    // Ready, or removed meanwhile; otherwise the time is over.
+    let settled = changes.wait_for(|_| is_settled(plane, key));
+    let is_over = tokio::time::timeout(limit.min(ADD_WAIT_MAX), settled)
+        .await
+        .is_err();
+    let (is_ready, failure) = match plane.registry().entry(key) {
+        None => {
+            return refuse(
+                StatusCode::CONFLICT,
+                "worker_removed",
+                &format!("Worker {url} was removed meanwhile"),
+            );
+        }
+        Some(entry) => (entry.is_ready(), entry.last_failure),
+    };
+    if is_ready {
+        return Ok(Added::Ready);
+    }
+    let reason = failure.map_or_else(|| "no answer".to_owned(), |failure| failure.to_string());
+    if is_over && limit <= ADD_WAIT_MAX {
+        plane.remove(key);
+        let message =
+            format!("Worker {url} did not become ready in time and was not added: {reason}");
+        return refuse(StatusCode::GATEWAY_TIMEOUT, "worker_not_ready", &message);
+    }
+    Ok(Added::Waiting(reason))
+}
+
+fn is_settled(plane: &Plane, key: Key) -> bool {
+    plane.registry().entry(key).is_none_or(Entry::is_ready)
+}
+
+async fn remove_worker(State(plane): Plain, query: QueryOf<UrlQuery>) -> Response {
+    match url_of(query).and_then(|url| remove(&plane, &url).map(|()| url)) {
+        Ok(url) => reply::text(
+            StatusCode::OK,
+            format!("Successfully removed worker: {url}"),
+        ),
+        Err(refusal) => *refusal,
+    }
+}
+
+fn remove(plane: &Plane, url: &WorkerUrl) -> Result<(), Box<Response>> {
+    let key = plane.registry().find(url).map(|entry| entry.key);
+    if key.is_some_and(|key| plane.remove(key)) {
+        Ok(())
+    } else {
+        Err(Box::new(not_found(url.text())))
+    }
+}
+
+fn not_found(url: &str) -> Response {
+    reply::error(
+        StatusCode::NOT_FOUND,
+        "worker_not_found",
+        &format!("Worker {url} not found"),
+    )
+}
+
+async fn list_workers(State(plane): Plain) -> Response {
+    let urls: Vec<String> = plane
+        .registry()
+        .entries()
+        .iter()
+        .map(|entry| entry.url.to_string())
+        .collect();
+    reply::json(StatusCode::OK, &json!({"urls": urls}))
+}
+
+async fn workers(State(plane): Plain) -> Response {
+    let registry = plane.registry();
+    let list: Vec<Value> = registry
+        .entries()
+        .iter()
+        .map(|entry| describe(&plane, entry))
+        .collect();
+    let draining: Vec<Value> = registry
+        .retiring()
+        .iter()
+        .map(|life| json!({"url": &**life.url.text(), "load": plane.shared.books.in_flight(life.id.slot)}))
+        .collect();
+    let total_count = list.len();
+    let body = json!({
+        "workers": list,
+        "total": total_count,
+        "stats": {"prefill_count": 0, "decode_count": 0, "regular_count": total_count},
+        "draining": draining,
+    });
+    reply::json(StatusCode::OK, &body)
+}
+
+fn describe(plane: &Plane, entry: &Entry) -> Value {
+    let ids: Vec<&str> = entry.models.iter().map(|model| &*model.id).collect();
+    let mut fields = json!({
+        "url": &**entry.url.text(),
+        "model_id": ids.first().unwrap_or(&"unknown"),
+        "models": ids,
+        "worker_type": "regular",
+        "is_healthy": entry.is_ready(),
+        "state": entry.state(),
+        "load": plane.shared.books.in_flight(entry.id.slot),
+        "connection_mode": "http",
+        "priority": 50,
+        "cost": 1.0,
+    });
+    if let (false, Some(failure)) = (entry.is_ready(), entry.last_failure) {
+        fields["reason"] = failure.to_string().into();
+    }
+    fields
+}
+
+async fn worker(State(plane): Plain, Path(text): Path<String>) -> Response {
+    let Ok(url) = WorkerUrl::parse(&text) else {
+        return not_found(&text);
+    };
+    let registry = plane.registry();
+    match registry.find(&url) {
+        Some(entry) => reply::json(StatusCode::OK, &describe(&plane, entry)),
+        None => not_found(&text),
+    }
+}
+
+async fn delete_worker(State(plane): Plain, Path(text): Path<String>) -> Response {
+    let Ok(url) = WorkerUrl::parse(&text) else {
+        return not_found(&text);
+    };
+    match remove(&plane, &url) {
+        Ok(()) => {
+            let message = format!("Worker {url} removed: running requests finish");
+            reply::json(
+                StatusCode::OK,
+                &json!({"status": "removed", "url": &**url.text(), "message": message}),
+            )
+        }
+        Err(refusal) => *refusal,
+    }
+}
+
+async fn create_worker(State(plane): Plain, body: Bytes) -> Response {
+    let Ok(fields) = serde_json::from_slice::<Map<String, Value>>(&body) else {
+        return reply::error(
+            StatusCode::BAD_REQUEST,
+            "invalid_json",
+            "the body must be a JSON object",
+        );
+    };
+    let Some(text) = fields.get("url").and_then(Value::as_str) else {
+        return reply::error(
+            StatusCode::BAD_REQUEST,
+            "missing_url",
+            "the field url is missing or not a string",
+        );
+    };
+    if let Some(kind) = fields
+        .get("worker_type")
+        .and_then(Value::as_str)
+        .filter(|kind| *kind != "regular")
+    {
+        let message = format!("worker_type '{kind}' is not supported; choices: regular");
+        return reply::error(StatusCode::BAD_REQUEST, "unsupported_worker_type", &message);
+    }
+    let url = match parse_url(text) {
+        Ok(url) => url,
+        Err(refusal) => return *refusal,
+    };
+    let (status, word) = match add_and_wait(&plane, &url).await {
+        Ok(Added::Ready) => (StatusCode::CREATED, "ready"),
+        Ok(Added::Waiting(_)) => (StatusCode::ACCEPTED, "starting"),
+        Err(refusal) => return *refusal,
+    };
+    let ignored: Vec<&String> = fields
+        .keys()
+        .filter(|name| !matches!(name.as_str(), "url" | "worker_type"))
+        .collect();
+    let registry = plane.registry();
+    let description = registry.find(&url).map(|entry| describe(&plane, entry));
+    let body = json!({"status": word, "worker_id": &**url.text(), "worker": description, "ignored_fields": ignored});
+    let mut response = reply::json(status, &body);
+    let location =
+        percent_encoding::utf8_percent_encode(url.text(), percent_encoding::NON_ALPHANUMERIC);
+    if let Ok(location) = format!("/workers/{location}").parse() {
+        response.headers_mut().insert(header::LOCATION, location);
+    }
+    response
+}
+
+async fn loads(State(plane): Plain) -> Response {
+    let registry = plane.registry();
+    let list: Vec<Value> = registry
+        .entries()
+        .iter()
+        .map(|entry| {
+            let load = plane.shared.books.load(entry.id.slot);
+            json!({
+                "worker": &**entry.url.text(),
+                "load": load.in_flight,
+                "waiting": load.waiting,
+                "active": load.active,
+                "waiting_bytes": load.waiting_bytes,
+                "active_bytes": load.active_bytes,
+            })
+        })
+        .collect();
+    reply::json(StatusCode::OK, &json!({"workers": list}))
+}
+
+/// Forgets all prefixes, and asks the workers to do the same: vLLM's `/reset_prefix_cache` (served only in its
+/// development mode, so a refusal is normal).
+async fn flush_cache(State(plane): Plain) -> Response {
+    for core in &plane.shared.cores {
+        core.post(ToCore::Flush);
+    }
+    let targets: Vec<Target> = {
+        let registry = plane.registry();
+        let ready = registry.entries().iter().filter(|entry| entry.is_ready());
+        ready
+            .map(|entry| Target {
+                url: entry.url.clone(),
+                address: entry.address,
+            })
+            .collect()
+    };
+    let asked_count = targets.len();
+    let mut requests = JoinSet::new();
+    for target in targets {
+        let plane = plane.clone();
+        requests.spawn(async move {
+            let config = &plane.shared.config;
+            let timeout = config.health.timeout;
+            probe::request(
+                config,
+                &target,
+                Method::POST,
+                "/reset_prefix_cache",
+                timeout,
+            )
+            .await
+        });
+    }
+    let mut flushed_count = 0;
+    while let Some(answer) = requests.join_next().await {
+        flushed_count +=
+            usize::from(matches!(answer, Ok(Ok(answer)) if (200..300).contains(&answer.status)));
+    }
+    let core_count = plane.shared.cores.len();
+    let body = json!({
+        "status": "ok",
+        "message": format!(
+            "Prefix tree flushed on {core_count} cores; {flushed_count} of {asked_count} workers reset their prefix cache"
+        ),
+        "cores": core_count,
+        "workers_asked": asked_count,
+        "workers_flushed": flushed_count,
+    });
+    reply::json(StatusCode::OK, &body)
+}

@@ -1,0 +1,472 @@
+//! Prometheus: its own listener on the control thread. Nothing is kept for it; each scrape reads the counters of the
+//! cores and the books. vllm-router's names (`vllm_router_`) where they mean the same, ours (`corelane_`) beside them.
+//!
+//! Labels are bounded whatever clients send: routes, outcomes and reasons are fixed lists, workers are those registered.
+
+use std::fmt;
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::State;
+use axum::response::Response;
+use http::{HeaderMap, HeaderValue, StatusCode, header};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::DescriptorEncoder;
+use prometheus_client::registry::Registry;
+use shards::HistogramSnapshot;
+
+use super::{Plane, WorkerView, reply};
+use crate::route::Reason;
+use crate::shared::{CoreStats, Outcome, Route};
+use families::{Families, Label};
+
+mod families;
+
+/// Serves scrapes until the runtime ends. Any path serves them, as vllm-router's listener does.
+pub(super) async fn serve(plane: Arc<Plane>, listener: tokio::net::TcpListener) {
+    let router = Router::new().fallback(scrape).with_state(plane);
+    if let Err(error) = axum::serve(listener, router).await {
+        tracing::error!(%error, "the metrics listener has ended");
+    }
+}
+
+async fn scrape(State(plane): State<Arc<Plane>>, headers: HeaderMap) -> Response {
+    let accepts_openmetrics = headers
+        .get_all(header::ACCEPT)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .any(|value| value.contains("application/openmetrics-text"));
+    let Ok(text) = page(plane) else {
+        return reply::error(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "internal_error",
+            "metrics cannot be written",
+        );
+    };
+    let (text, content_type) = if accepts_openmetrics {
+        (
+            text,
+            "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        )
+    } else {
+        (
+            families::classic(&text),
+            "text/plain; version=0.0.4; charset=utf-8",
+        )
+    };
+    let mut response = reply::text(StatusCode::OK, text);
+    response
+        .headers_mut()
+        .insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
+    response
+}
+
+/// The whole page, in OpenMetrics text format 1.0.
+fn page(plane: Arc<Plane>) -> Result<String, fmt::Error> {
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(Scrape(plane)));
+    let mut text = String::with_capacity(64 << 10);
+    prometheus_client::encoding::text::encode(&mut text, &registry)?;
+    Ok(text)
+}
+
+struct Scrape(Arc<Plane>);
+
+impl fmt::Debug for Scrape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Scrape")
+    }
+}
+
+impl Collector for Scrape {
+    fn encode(&self, encoder: DescriptorEncoder) -> fmt::Result {
+        let mut out = Families::new(encoder);
+        let workers = self.0.workers();
+        self.requests(&mut out)?;
+        self.decisions(&mut out)?;
+        self.fleet(&mut out, &workers)?;
+        self.workers(&mut out, &workers)?;
+        self.times(&mut out)?;
+        self.tree(&mut out)?;
+        self.connections(&mut out)
+    }
+}
+
+/// What `request_errors_total` calls an outcome; none: no error of worker or router.
+fn error_type(outcome: Outcome) -> Option<&'static str> {
+    match outcome {
+        Outcome::Ok | Outcome::ClientError => None,
+        Outcome::WorkerError => Some("worker_error"),
+        Outcome::Refused => Some("invalid_request"),
+        Outcome::NoWorker => Some("no_available_workers"),
+        Outcome::WorkerFailed => Some("backend_error"),
+        Outcome::Broken => Some("broken_stream"),
+        Outcome::ClientGone => Some("client_gone"),
+    }
+}
+
+/// Outcomes in which a worker's whole answer went to the client.
+const ANSWERED: [Outcome; 3] = [Outcome::Ok, Outcome::ClientError, Outcome::WorkerError];
+
+impl Scrape {
+    fn sum(&self, read: impl Fn(&CoreStats) -> u64) -> u64 {
+        self.0
+            .shared
+            .cores
+            .iter()
+            .map(|core| read(&core.stats))
+            .sum()
+    }
+
+    fn exchanges(&self, route: Route, outcome: Outcome) -> u64 {
+        self.sum(|stats| stats.exchanges[route as usize][outcome as usize].value())
+    }
+
+    fn reasons(&self, is_meant: impl Fn(Reason) -> bool) -> u64 {
+        let meant = || Reason::ALL.into_iter().filter(|reason| is_meant(*reason));
+        self.sum(|stats| {
+            meant()
+                .map(|reason| stats.decisions[reason as usize].value())
+                .sum()
+        })
+    }
+
+    fn requests(&self, out: &mut Families) -> fmt::Result {
+        let routes = || {
+            Route::ALL
+                .into_iter()
+                .filter(|route| *route != Route::Admin)
+        };
+        out.counters(
+            "vllm_router_requests",
+            "Exchanges that a worker answered, whatever the status",
+            routes().map(|route| {
+                let count = ANSWERED
+                    .into_iter()
+                    .map(|outcome| self.exchanges(route, outcome))
+                    .sum();
+                ([("route", route.label().into())], count)
+            }),
+        )?;
+        out.counters(
+            "vllm_router_request_errors",
+            "Exchanges that failed, by what failed; worker_error is a 5xx answer that was relayed",
+            routes().flat_map(|route| {
+                Outcome::ALL.into_iter().filter_map(move |outcome| {
+                    let labels = [
+                        ("route", route.label().into()),
+                        ("error_type", error_type(outcome)?.into()),
+                    ];
+                    Some((labels, self.exchanges(route, outcome)))
+                })
+            }),
+        )?;
+        out.counters(
+            "corelane_exchanges",
+            "Exchanges ended, by route and outcome",
+            Route::ALL.into_iter().flat_map(|route| {
+                Outcome::ALL.into_iter().map(move |outcome| {
+                    let labels = [
+                        ("route", route.label().into()),
+                        ("outcome", outcome.label().into()),
+                    ];
+                    (labels, self.exchanges(route, outcome))
+                })
+            }),
+        )?;
+        out.counter(
+            "vllm_router_retries",
+            "Retries on another worker",
+            self.sum(|s| s.retries.value()),
+        )?;
+        out.counter(
+            "corelane_resends",
+            "Requests sent again on a fresh connection because a reused one had died",
+            self.sum(|s| s.resends.value()),
+        )?;
+        out.counter(
+            "corelane_malformed",
+            "Requests that could not be parsed, or broke a limit",
+            self.sum(|s| s.malformed.value()),
+        )
+    }
+
+    fn decisions(&self, out: &mut Families) -> fmt::Result {
+        let policy = self.0.shared.config.settings.policy.name();
+        out.counters(
+            "corelane_decisions",
+            "Choices of a worker, by reason",
+            Reason::ALL.into_iter().map(|reason| {
+                (
+                    [("reason", reason.label().into())],
+                    self.reasons(|other| other == reason),
+                )
+            }),
+        )?;
+        let mut outcomes: Vec<&'static str> =
+            Reason::ALL.into_iter().map(Reason::outcome).collect();
+        outcomes.sort_unstable();
+        outcomes.dedup();
+        let labels = |outcome: &'static str| {
+            [
+                ("policy", policy.into()),
+                ("stage", "regular".into()),
+                ("outcome", outcome.into()),
+            ]
+        };
+        out.counters(
+            "vllm_router_prefix_routing_decisions",
+            "Choices of a worker, in vllm-router's words",
+            outcomes.into_iter().map(|outcome| {
+                (
+                    labels(outcome),
+                    self.reasons(|reason| reason.outcome() == outcome),
+                )
+            }),
+        )?;
+        let of = |outcome: &'static str| self.reasons(|reason| reason.outcome() == outcome);
+        out.counter(
+            "vllm_router_cache_hits",
+            "Choices that followed a known prefix",
+            of("prefix_hit"),
+        )?;
+        out.counter(
+            "vllm_router_cache_misses",
+            "Choices without a prefix known well enough",
+            of("prefix_miss"),
+        )?;
+        out.counter(
+            "vllm_router_load_balancing_events",
+            "Choices against the prefix because its worker was overloaded",
+            of("load_imbalance"),
+        )
+    }
+
+    fn fleet(&self, out: &mut Families, workers: &[WorkerView]) -> fmt::Result {
+        let ready = || workers.iter().filter(|worker| worker.state == "ready");
+        let loads = || ready().map(|worker| u64::from(worker.in_flight));
+        out.gauge(
+            "vllm_router_active_workers",
+            "Workers that may get new requests",
+            ready().count() as u64,
+        )?;
+        out.gauge(
+            "vllm_router_max_load",
+            "Largest load of a ready worker",
+            loads().max().unwrap_or(0),
+        )?;
+        out.gauge(
+            "vllm_router_min_load",
+            "Smallest load of a ready worker",
+            loads().min().unwrap_or(0),
+        )?;
+        let registered_count = workers
+            .iter()
+            .filter(|worker| worker.state != "draining")
+            .count();
+        out.gauge(
+            "corelane_registered_workers",
+            "Workers registered, in whatever state",
+            registered_count as u64,
+        )?;
+        out.gauge(
+            "corelane_draining",
+            "1 while this router drains",
+            u64::from(self.0.shared.is_draining()),
+        )?;
+        out.counter(
+            "corelane_books_underflow",
+            "Counts given back that were not taken; anything but 0 is a fault of the router",
+            self.0.shared.books.underflow_count(),
+        )
+    }
+
+    fn workers(&self, out: &mut Families, workers: &[WorkerView]) -> fmt::Result {
+        let policy = self.0.shared.config.settings.policy.name();
+        let label = |worker: &WorkerView| [("worker", Label::Shared(worker.url.clone()))];
+        let each = |read: fn(&WorkerView) -> u64| {
+            workers
+                .iter()
+                .map(move |worker| (label(worker), read(worker)))
+        };
+        let books = |read: fn(shards::Load) -> u64| {
+            workers.iter().map(move |worker| {
+                (
+                    label(worker),
+                    read(self.0.shared.books.load(worker.id.slot)),
+                )
+            })
+        };
+        out.gauges(
+            "vllm_router_worker_health",
+            "1: may get new requests",
+            each(|w| u64::from(w.state == "ready")),
+        )?;
+        out.gauges(
+            "vllm_router_worker_load",
+            "Exchanges in flight",
+            each(|w| u64::from(w.in_flight)),
+        )?;
+        out.gauges(
+            "vllm_router_running_requests",
+            "Exchanges in flight",
+            each(|w| u64::from(w.in_flight)),
+        )?;
+        out.gauges(
+            "corelane_worker_waiting",
+            "Exchanges before their first byte",
+            books(|load| load.waiting.into()),
+        )?;
+        out.gauges(
+            "corelane_worker_active",
+            "Exchanges after their first byte",
+            books(|load| load.active.into()),
+        )?;
+        out.gauges(
+            "corelane_worker_waiting_bytes",
+            "Prompt bytes of waiting exchanges",
+            books(|l| l.waiting_bytes),
+        )?;
+        out.gauges(
+            "corelane_worker_active_bytes",
+            "Prompt bytes of active exchanges",
+            books(|l| l.active_bytes),
+        )?;
+        out.counters(
+            "vllm_router_processed_requests",
+            "Times the worker was chosen",
+            each(|w| w.chosen),
+        )?;
+        out.counters(
+            "vllm_router_policy_decisions",
+            "Times the policy chose the worker",
+            workers.iter().map(|worker| {
+                (
+                    [
+                        ("policy", policy.into()),
+                        ("worker", Label::Shared(worker.url.clone())),
+                    ],
+                    worker.chosen,
+                )
+            }),
+        )?;
+        out.counters(
+            "corelane_prefix_prompt_bytes",
+            "Prompt bytes sent to the worker",
+            each(|w| w.prompt_bytes),
+        )?;
+        out.counters(
+            "corelane_prefix_matched_bytes",
+            "Of these, bytes it should hold",
+            each(|w| w.matched_bytes),
+        )?;
+        out.counters(
+            "corelane_worker_failures",
+            "Exchanges that failed with the worker",
+            each(|w| w.failures),
+        )
+    }
+
+    fn times(&self, out: &mut Families) -> fmt::Result {
+        let merged = |read: fn(&CoreStats) -> HistogramSnapshot| {
+            families::merge(self.0.shared.cores.iter().map(|core| read(&core.stats)))
+        };
+        let duration = merged(|stats| stats.duration.snapshot());
+        out.histogram(
+            "vllm_router_generate_duration_seconds",
+            "Whole exchange",
+            duration.as_ref(),
+        )?;
+        out.histogram(
+            "corelane_request_duration_seconds",
+            "Whole exchange, first byte in to last byte out",
+            duration.as_ref(),
+        )?;
+        out.histogram(
+            "corelane_time_to_first_byte_seconds",
+            "From the last byte of the request to the first of the answer's body",
+            merged(|stats| stats.first_byte.snapshot()).as_ref(),
+        )?;
+        out.histogram(
+            "corelane_chunk_gap_seconds",
+            "Between two pieces of an answer",
+            merged(|stats| stats.gap.snapshot()).as_ref(),
+        )?;
+        out.histogram(
+            "corelane_decision_seconds",
+            "Choosing a worker: key, find and pick",
+            merged(|stats| stats.decision.snapshot()).as_ref(),
+        )?;
+        out.histogram(
+            "corelane_added_seconds",
+            "The router's own time: request complete to request sent, answer head in to answer head out",
+            merged(|stats| stats.added.snapshot()).as_ref(),
+        )
+    }
+
+    fn tree(&self, out: &mut Families) -> fmt::Result {
+        let tree = &self.0.shared.tree;
+        out.gauge(
+            "vllm_router_tree_size",
+            "Blocks remembered, summed over workers",
+            tree.membership_count() as u64,
+        )?;
+        out.gauge(
+            "corelane_prefix_tree_bytes",
+            "Memory of the prefix tree",
+            tree.bytes() as u64,
+        )?;
+        out.gauge(
+            "corelane_prefix_tree_nodes",
+            "Blocks known",
+            tree.node_count() as u64,
+        )?;
+        out.gauge(
+            "corelane_prefix_tree_memberships",
+            "Pairs of a block and a worker that holds it",
+            tree.membership_count() as u64,
+        )?;
+        out.counter(
+            "corelane_prefix_tree_evicted",
+            "Blocks forgotten for room",
+            tree.evicted_count(),
+        )?;
+        out.counter(
+            "corelane_lessons_dropped",
+            "Batches of new prefixes not learnt because a mailbox was full",
+            self.sum(|stats| stats.lessons_dropped.value()),
+        )
+    }
+
+    fn connections(&self, out: &mut Families) -> fmt::Result {
+        let accepted = self.sum(|stats| stats.accepted.value());
+        let closed = self.sum(|stats| stats.closed.value());
+        let upstream_opened = self.sum(|stats| stats.upstream_opened.value());
+        let upstream_closed = self.sum(|stats| stats.upstream_closed.value());
+        out.counter(
+            "corelane_connections_accepted",
+            "Connections from clients",
+            accepted,
+        )?;
+        out.gauge(
+            "corelane_connections_open",
+            "Connections from clients, open now",
+            accepted.saturating_sub(closed),
+        )?;
+        out.counter(
+            "corelane_upstream_connections_opened",
+            "Connections to workers",
+            upstream_opened,
+        )?;
+        out.gauge(
+            "corelane_upstream_connections_open",
+            "Connections to workers, open now",
+            upstream_opened.saturating_sub(upstream_closed),
+        )?;
+        out.counter(
+            "corelane_loop_turns",
+            "Turns of the cores' event loops",
+            self.sum(|s| s.turns.value()),
+        )
+    }
+}

@@ -1,0 +1,365 @@
+//! The control plane: one ordinary thread with a current-thread tokio runtime. Everything that is not per request.
+//!
+//! `registry` is the list of workers and writes the fleet; `watch` probes them (`health` judges, `probe` asks, `models`
+//! reads their lists); `admin` answers the admin paths that cores hand over (`paths` says which); `metrics` serves
+//! Prometheus; `drain` ends the process well. It talks to the cores by the published fleet and by their inboxes; a core
+//! never waits for it. The registry's mutex is taken by this thread and by callers of [`Control`], never by a core.
+#![forbid(unsafe_code)]
+
+mod admin;
+mod drain;
+mod health;
+mod metrics;
+mod models;
+pub mod paths;
+mod probe;
+mod registry;
+mod reply;
+mod totals;
+mod watch;
+
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use shards::{Load, Publisher};
+use tokio::sync::{mpsc, watch as latest};
+
+pub use paths::is_admin_path;
+
+use crate::config::WorkerUrl;
+use crate::shared::{AdminRequest, Fleet, Shared};
+use drain::Drain;
+use registry::{AddError, Entry, Registry};
+
+/// How often ended lives are looked at while there are any, and otherwise.
+const SWEEP_PAUSE_BUSY: Duration = Duration::from_millis(20);
+const SWEEP_PAUSE_IDLE: Duration = Duration::from_secs(1);
+
+/// What the tasks of the control thread share.
+pub(crate) struct Plane {
+    shared: Arc<Shared>,
+    registry: Mutex<Registry>,
+    /// Sent after each change of a worker's state.
+    changes: latest::Sender<u64>,
+    /// Sent to probe all workers now.
+    probe_now: latest::Sender<u64>,
+}
+
+impl Plane {
+    fn registry(&self) -> MutexGuard<'_, Registry> {
+        self.registry
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    fn announce_change(&self) {
+        self.changes.send_modify(|count| *count += 1);
+    }
+
+    /// Registers a worker and starts to probe it. On the control thread only.
+    fn add(self: &Arc<Self>, url: WorkerUrl, was_added: bool) -> Result<registry::Key, AddError> {
+        let key = self.registry().add(url.clone(), was_added)?;
+        tokio::spawn(watch::run(self.clone(), key, url));
+        self.announce_change();
+        Ok(key)
+    }
+
+    fn remove(&self, key: registry::Key) -> bool {
+        let is_removed = self.registry().remove(key);
+        self.announce_change();
+        is_removed
+    }
+}
+
+enum Order {
+    HandleSignals(std::sync::mpsc::SyncSender<std::io::Result<()>>),
+    Add(WorkerUrl, std::sync::mpsc::SyncSender<Result<(), AddError>>),
+    Drain,
+    Stop,
+}
+
+/// One worker as [`Control::workers`] tells of it.
+#[derive(Clone, Debug)]
+pub struct WorkerView {
+    /// As registered.
+    pub url: Arc<str>,
+    /// `starting`, `ready`, `unhealthy` or `draining`.
+    pub state: &'static str,
+    /// Where it counts in the books.
+    pub id: shards::WorkerId,
+    /// Exchanges in flight.
+    pub in_flight: u32,
+    /// Of these, before their first byte.
+    pub waiting: u32,
+    /// Of these, after it.
+    pub active: u32,
+    /// Times chosen.
+    pub chosen: u64,
+    /// Prompt bytes sent to it.
+    pub prompt_bytes: u64,
+    /// Of these, known to it.
+    pub matched_bytes: u64,
+    /// Failed exchanges.
+    pub failures: u64,
+    /// Why it is not ready.
+    pub reason: Option<String>,
+}
+
+/// The running control thread. Dropping it stops the thread, without waiting.
+pub struct Control {
+    plane: Arc<Plane>,
+    orders: mpsc::UnboundedSender<Order>,
+    thread: JoinHandle<()>,
+}
+
+/// Starts the control thread: registers the configured workers, probes them, serves metrics.
+///
+/// # Errors
+/// When the thread, its runtime or the metrics listener cannot be set up.
+pub fn start(
+    shared: Arc<Shared>,
+    publisher: Publisher<Fleet>,
+    admin_rx: mpsc::Receiver<AdminRequest>,
+    metrics_listener: Option<std::net::TcpListener>,
+) -> std::io::Result<Control> {
+    let registry = Mutex::new(Registry::new(shared.clone(), publisher));
+    let plane = Arc::new(Plane {
+        shared,
+        registry,
+        changes: latest::channel(0).0,
+        probe_now: latest::channel(0).0,
+    });
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(8)
+        .build()?;
+    let metrics_listener = match metrics_listener {
+        Some(listener) => {
+            listener.set_nonblocking(true)?;
+            let _in_runtime = runtime.enter();
+            Some(tokio::net::TcpListener::from_std(listener)?)
+        }
+        None => None,
+    };
+    let (orders, order_rx) = mpsc::unbounded_channel();
+    let for_thread = plane.clone();
+    let weak_orders = orders.downgrade();
+    let thread = std::thread::Builder::new()
+        .name("control".to_owned())
+        .spawn(move || {
+            runtime.block_on(run(
+                for_thread,
+                admin_rx,
+                order_rx,
+                weak_orders,
+                metrics_listener,
+            ));
+            // A name that is being resolved must not hold up the end.
+            runtime.shutdown_background();
+        })?;
+    Ok(Control {
+        plane,
+        orders,
+        thread,
+    })
+}
+
+async fn run(
+    plane: Arc<Plane>,
+    mut admin_rx: mpsc::Receiver<AdminRequest>,
+    mut order_rx: mpsc::UnboundedReceiver<Order>,
+    orders: mpsc::WeakUnboundedSender<Order>,
+    metrics_listener: Option<tokio::net::TcpListener>,
+) {
+    for url in plane.shared.config.workers.clone() {
+        if plane.add(url.clone(), false).is_err() {
+            tracing::error!(worker = %url, "worker not registered: no free slot");
+        }
+    }
+    tokio::spawn(watch::report_start(plane.clone()));
+    if let Some(listener) = metrics_listener {
+        tokio::spawn(metrics::serve(plane.clone(), listener));
+    }
+    let admin = admin::Admin::new(plane.clone());
+    let drain = Drain::new(plane.shared.clone());
+    let mut changes = plane.changes.subscribe();
+    loop {
+        let pause = if plane.registry().sweep() {
+            SWEEP_PAUSE_BUSY
+        } else {
+            SWEEP_PAUSE_IDLE
+        };
+        tokio::select! {
+            request = admin_rx.recv() => if let Some(request) = request { admin.answer(request) },
+            order = order_rx.recv() => match order {
+                None | Some(Order::Stop) => return,
+                Some(Order::Drain) => drain.signal(),
+                Some(Order::HandleSignals(done)) => {
+                    let _ = done.send(drain::forward_signals(orders.clone()));
+                }
+                Some(Order::Add(url, done)) => {
+                    let _ = done.send(plane.add(url, true).map(|_| ()));
+                }
+            },
+            _ = changes.changed() => {}
+            () = tokio::time::sleep(pause) => {}
+        }
+    }
+}
+
+impl Control {
+    /// From now on SIGTERM and SIGINT drain, and a second one stops at once. For the binary only: signals belong to the
+    /// process.
+    ///
+    /// # Errors
+    /// When the handlers cannot be installed.
+    pub fn handle_signals(&self) -> std::io::Result<()> {
+        let (done, answer) = std::sync::mpsc::sync_channel(1);
+        let _ = self.orders.send(Order::HandleSignals(done));
+        answer
+            .recv()
+            .unwrap_or_else(|_| Err(std::io::Error::other("the control thread has ended")))
+    }
+
+    /// What the first signal does; called again, what the second does.
+    pub fn drain(&self) {
+        let _ = self.orders.send(Order::Drain);
+    }
+
+    /// Ends the control thread. Cores go on, without health probes and admin answers; stop them first.
+    pub fn stop(&self) {
+        let _ = self.orders.send(Order::Stop);
+    }
+
+    /// Waits for the control thread to end. False: it has panicked.
+    pub fn join(self) -> bool {
+        self.thread.join().is_ok()
+    }
+
+    /// Registers a worker, as `POST /add_worker` does, without waiting for it.
+    ///
+    /// # Errors
+    /// In words: the URL cannot be, is registered already, or there is no room.
+    pub fn add_worker(&self, url: &str) -> Result<(), String> {
+        let url = WorkerUrl::parse(url).map_err(|error| error.to_string())?;
+        let (done, answer) = std::sync::mpsc::sync_channel(1);
+        let _ = self.orders.send(Order::Add(url, done));
+        match answer.recv() {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(AddError::Exists)) => Err("the worker is registered already".to_owned()),
+            Ok(Err(AddError::Full)) => Err("no room for another worker".to_owned()),
+            Err(_) => Err("the control thread has ended".to_owned()),
+        }
+    }
+
+    /// Takes a worker out, as `POST /remove_worker` does. False: not registered.
+    pub fn remove_worker(&self, url: &str) -> bool {
+        let Ok(url) = WorkerUrl::parse(url) else {
+            return false;
+        };
+        let key = self.plane.registry().find(&url).map(|entry| entry.key);
+        key.is_some_and(|key| self.plane.remove(key))
+    }
+
+    /// Probes every worker now, beside the regular rhythm. Does not wait.
+    pub fn probe(&self) {
+        self.plane.probe_now.send_modify(|count| *count += 1);
+    }
+
+    /// All workers and lives that are ending, as they are now.
+    pub fn workers(&self) -> Vec<WorkerView> {
+        self.plane.workers()
+    }
+
+    /// Workers that may get new requests.
+    pub fn ready_count(&self) -> usize {
+        self.plane.registry().ready_count()
+    }
+
+    /// Waits until `count` workers are ready. False: not within `timeout`, or the thread has ended.
+    pub fn wait_ready(&self, count: usize, timeout: Duration) -> bool {
+        let deadline = std::time::Instant::now() + timeout;
+        while self.ready_count() < count {
+            if std::time::Instant::now() >= deadline || self.thread.is_finished() {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        true
+    }
+}
+
+impl Plane {
+    fn workers(&self) -> Vec<WorkerView> {
+        let registry = self.registry();
+        let mut views: Vec<WorkerView> = registry
+            .entries()
+            .iter()
+            .map(|entry| self.view(&registry, entry))
+            .collect();
+        for life in registry.retiring() {
+            // One line a URL: a URL registered again stands above, and of several old lives the first stands here.
+            if registry.find(&life.url).is_none()
+                && !views.iter().any(|view| view.url == *life.url.text())
+            {
+                let load = self.shared.books.load(life.id.slot);
+                views.push(view_of(
+                    life.url.text().clone(),
+                    "draining",
+                    life.id,
+                    &load,
+                    registry.totals_of_retiring(&life.url),
+                ));
+            }
+        }
+        views
+    }
+
+    fn view(&self, registry: &Registry, entry: &Entry) -> WorkerView {
+        let load = self.shared.books.load(entry.id.slot);
+        let totals = registry.totals(entry);
+        let reason = match (entry.is_ready(), entry.last_failure) {
+            (true, _) => None,
+            (false, None) => Some("not probed yet".to_owned()),
+            (false, Some(failure)) => Some(failure.to_string()),
+        };
+        WorkerView {
+            reason,
+            ..view_of(
+                entry.url.text().clone(),
+                entry.state(),
+                entry.id,
+                &load,
+                totals,
+            )
+        }
+    }
+}
+
+fn view_of(
+    url: Arc<str>,
+    state: &'static str,
+    id: shards::WorkerId,
+    load: &Load,
+    totals: totals::Totals,
+) -> WorkerView {
+    WorkerView {
+        url,
+        state,
+        id,
+        in_flight: load.in_flight,
+        waiting: load.waiting,
+        active: load.active,
+        chosen: totals.chosen,
+        prompt_bytes: totals.prompt_bytes,
+        matched_bytes: totals.matched_bytes,
+        failures: totals.failures,
+        reason: None,
+    }
+}
+
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,88 @@
+//! Which requests on a data port belong to the control plane. Pure; called by the cores for every request.
+
+/// Longest of the fixed paths below.
+const FIXED_LEN_MAX: usize = "/get_server_info".len();
+/// In front of a percent-encoded worker URL.
+const WORKER_PREFIX: &str = "/workers/";
+
+/// Whether the control plane answers `path` (a query may follow). Known paths are its own with any method: it answers
+/// 405 to the wrong ones, as a worker has nothing to do with them.
+pub fn is_admin_path(_method: &str, path: &str) -> bool {
+    let path = match memchr::memchr(b'?', path.as_bytes()) {
+        Some(end) => &path[..end],
+        None => path,
+    };
+    if path.len() > FIXED_LEN_MAX {
+        return path.starts_with(WORKER_PREFIX);
+    }
+    match path.as_bytes().get(1) {
+        Some(b'v') => path == "/v1/models",
+        Some(b'h') => matches!(path, "/health" | "/health_generate"),
+        Some(b'r') => matches!(path, "/readiness" | "/remove_worker"),
+        Some(b'l') => matches!(path, "/liveness" | "/list_workers"),
+        Some(b'a') => path == "/add_worker",
+        Some(b'w') => {
+            path == "/workers"
+                || (path.starts_with(WORKER_PREFIX) && path.len() > WORKER_PREFIX.len())
+        }
+        Some(b'g') => matches!(path, "/get_loads" | "/get_server_info" | "/get_model_info"),
+        Some(b'f') => path == "/flush_cache",
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn admin_paths_are_told_from_the_rest() {
+        let ours = [
+            "/health",
+            "/health_generate",
+            "/liveness",
+            "/readiness",
+            "/v1/models",
+            "/add_worker",
+            "/remove_worker",
+            "/list_workers",
+            "/workers",
+            "/workers/http%3A%2F%2Fa%3A8000",
+            "/workers/x",
+            "/get_loads",
+            "/flush_cache",
+            "/get_server_info",
+            "/get_model_info",
+            "/add_worker?url=http://a",
+            "/health?",
+        ];
+        for path in ours {
+            assert!(
+                is_admin_path("GET", path) && is_admin_path("PATCH", path),
+                "{path}"
+            );
+        }
+        let others = [
+            "",
+            "/",
+            "*",
+            "/v1/chat/completions",
+            "/v1/models/x",
+            "/v1/model",
+            "/healthz",
+            "/health/",
+            "/metrics",
+            "/workers/",
+            "/workersx",
+            "/load",
+            "/tokenize",
+            "/v1/completions?x=/health",
+            "//health",
+            "/HEALTH",
+            "/?",
+        ];
+        for path in others {
+            assert!(!is_admin_path("GET", path), "{path}");
+        }
+    }
+}

@@ -1,0 +1,346 @@
+//! The registry without I/O: probes are values, time does not pass.
+
+use shards::LoadGuard;
+
+use super::super::testing::{Parts, Told, config, parts, pump};
+use super::*;
+use crate::control::models;
+
+const ADDRESS: &str = "10.0.0.1:8000";
+
+struct Rig {
+    parts: Parts,
+    registry: Registry,
+}
+
+fn rig(core_count: usize, slot_count: usize) -> Rig {
+    let mut config = config();
+    (
+        config.health.failure_threshold,
+        config.health.success_threshold,
+    ) = (3, 2);
+    let mut parts = parts(config, core_count, slot_count);
+    let registry = Registry::new(parts.shared.clone(), parts.publisher.take().unwrap());
+    Rig { parts, registry }
+}
+
+impl Rig {
+    fn add(&mut self, url: &str) -> Key {
+        self.registry
+            .add(WorkerUrl::parse(url).unwrap(), false)
+            .unwrap()
+    }
+
+    fn good(&mut self, key: Key) -> Applied {
+        self.good_at(key, ADDRESS, None)
+    }
+
+    fn good_at(&mut self, key: Key, address: &str, models: Option<&str>) -> Applied {
+        let models = models.map(|text| models::parse(text.as_bytes()));
+        self.registry
+            .apply(
+                key,
+                Probed {
+                    outcome: Ok(address.parse().unwrap()),
+                    models,
+                },
+            )
+            .unwrap()
+    }
+
+    fn bad(&mut self, key: Key, failure: Failure) -> Applied {
+        self.registry
+            .apply(
+                key,
+                Probed {
+                    outcome: Err(failure),
+                    models: None,
+                },
+            )
+            .unwrap()
+    }
+
+    fn id(&self, key: Key) -> WorkerId {
+        self.registry.entry(key).unwrap().id
+    }
+
+    fn eligible(&mut self) -> Vec<(String, WorkerId)> {
+        let pin = self.parts.reader.pin();
+        self.parts
+            .shared
+            .fleet
+            .load(&pin)
+            .eligible
+            .iter()
+            .map(|w| (w.url.to_string(), w.id))
+            .collect()
+    }
+
+    fn guard(&self, id: WorkerId) -> LoadGuard {
+        LoadGuard::acquire(self.parts.shared.books, id, 100).expect("open")
+    }
+
+    fn totals(&self, key: Key) -> Totals {
+        self.registry.totals(self.registry.entry(key).unwrap())
+    }
+
+    fn in_flight(&self, id: WorkerId) -> u32 {
+        self.parts.shared.books.in_flight(id.slot)
+    }
+}
+
+/// Load is the exchanges' alone: 30 good cycles, 12 failing ones, and both changes of state leave every count as it is.
+#[test]
+fn health_never_touches_load() {
+    let mut rig = rig(1, 8);
+    let (a, b) = (rig.add("http://a:1"), rig.add("http://b:1"));
+    rig.good(a);
+    rig.good(b);
+    let id = rig.id(a);
+    let guards: Vec<LoadGuard> = (0..7).map(|_| rig.guard(id)).collect();
+    let other = rig.guard(rig.id(b));
+    for _ in 0..30 {
+        rig.good(a);
+        rig.registry.sweep();
+        assert_eq!(rig.in_flight(id), 7);
+    }
+    for cycle in 0..12 {
+        let applied = rig.bad(a, [Failure::Timeout, Failure::Status(503)][cycle % 2]);
+        assert_eq!(
+            applied.phase == Phase::Unhealthy,
+            cycle >= 2,
+            "cycle {cycle}"
+        );
+        assert_eq!(rig.in_flight(id), 7, "cycle {cycle}");
+    }
+    assert_eq!(rig.eligible().len(), 1);
+    rig.good(a);
+    assert_eq!(rig.good(a).phase, Phase::Ready);
+    assert_eq!(
+        (rig.id(a), rig.in_flight(id)),
+        (id, 7),
+        "after time-outs and 5xx it is the same life"
+    );
+    drop(guards);
+    assert_eq!((rig.in_flight(id), rig.in_flight(other.worker())), (0, 1));
+    assert_eq!(rig.parts.shared.books.underflow_count(), 0);
+}
+
+#[test]
+fn a_process_that_was_gone_returns_in_a_new_slot() {
+    let mut rig = rig(2, 8);
+    let key = rig.add("http://a:1");
+    rig.good(key);
+    let old = rig.id(key);
+    let guard = rig.guard(old);
+    for _ in 0..3 {
+        rig.bad(key, Failure::Refused);
+    }
+    assert!(rig.eligible().is_empty());
+    rig.good(key);
+    rig.good(key);
+    let new = rig.id(key);
+    assert_ne!(old.slot, new.slot);
+    assert_eq!(rig.eligible(), [("http://a:1".to_owned(), new)]);
+    assert_eq!(
+        (rig.in_flight(old), rig.in_flight(new)),
+        (1, 0),
+        "the old life's requests stay its own"
+    );
+    assert!(
+        LoadGuard::acquire(rig.parts.shared.books, old, 0).is_none(),
+        "closed"
+    );
+
+    // Not forgotten before it is drained, not free before every core has said so.
+    let mut told = Told::default();
+    assert!(rig.registry.sweep());
+    pump(&rig.parts.shared, &mut told);
+    assert!(told.purged.is_empty());
+    drop(guard);
+    rig.registry.sweep();
+    rig.parts.shared.cores[0].purged.push(old.slot);
+    assert!(rig.registry.sweep(), "core 1 has not said so");
+    rig.parts.shared.cores[1].purged.push(old.slot);
+    assert!(!rig.registry.sweep());
+    pump(&rig.parts.shared, &mut told);
+    assert_eq!(told.purged, [old.slot.0; 2]);
+    assert!(rig.registry.free.contains(&old.slot));
+}
+
+#[test]
+fn another_address_is_another_process() {
+    let mut rig = rig(1, 8);
+    let key = rig.add("http://name:1");
+    rig.good_at(key, "10.0.0.1:1", None);
+    let old = rig.id(key);
+    rig.good_at(key, "10.0.0.1:1", None);
+    assert_eq!(rig.id(key), old);
+    rig.good_at(key, "10.0.0.2:1", None);
+    assert_ne!(rig.id(key).slot, old.slot);
+    let pin = rig.parts.reader.pin();
+    assert_eq!(
+        rig.parts.shared.fleet.load(&pin).eligible[0]
+            .address
+            .to_string(),
+        "10.0.0.2:1"
+    );
+}
+
+#[test]
+fn removal_drains_and_the_same_url_can_come_back_at_once() {
+    let mut rig = rig(1, 8);
+    let first = rig.add("http://a:1");
+    rig.good(first);
+    let old = rig.id(first);
+    let guard = rig.guard(old);
+    assert_eq!(
+        rig.registry
+            .add(WorkerUrl::parse("http://a:1/").unwrap(), true),
+        Err(AddError::Exists)
+    );
+    assert!(rig.registry.remove(first) && !rig.registry.remove(first));
+    assert!(rig.eligible().is_empty() && rig.registry.entry(first).is_none());
+    assert!(LoadGuard::acquire(rig.parts.shared.books, old, 0).is_none());
+    assert!(
+        rig.registry
+            .apply(
+                first,
+                Probed {
+                    outcome: Ok(ADDRESS.parse().unwrap()),
+                    models: None
+                }
+            )
+            .is_none()
+    );
+
+    let second = rig.add("http://a:1");
+    rig.good(second);
+    let new = rig.id(second);
+    assert_ne!(old.slot, new.slot);
+    let fresh = rig.guard(new);
+    drop(guard);
+    assert_eq!(
+        (rig.in_flight(old), rig.in_flight(new)),
+        (0, 1),
+        "the old stream's end is not the new entry's"
+    );
+    drop(fresh);
+}
+
+/// 500 lives on 4 slots: every slot comes back, and no two lives share one.
+#[test]
+fn slots_are_reused_without_end() {
+    let mut rig = rig(2, 4);
+    let mut told = Told::default();
+    for round in 0..500 {
+        let key = rig.add("http://a:1");
+        let other = rig.add("http://b:1");
+        assert_ne!(rig.id(key).slot, rig.id(other).slot);
+        rig.registry.remove(key);
+        rig.registry.remove(other);
+        while rig.registry.sweep() {
+            pump(&rig.parts.shared, &mut told);
+        }
+        assert_eq!(rig.registry.free.len(), 4, "round {round}");
+    }
+    // Without cores that answer, slots run out, and adding says so.
+    let keys: Vec<Key> = (0..4).map(|n| rig.add(&format!("http://w{n}:1"))).collect();
+    assert_eq!(
+        rig.registry
+            .add(WorkerUrl::parse("http://x:1").unwrap(), true),
+        Err(AddError::Full)
+    );
+    rig.registry.remove(keys[0]);
+    rig.registry.sweep();
+    assert_eq!(
+        rig.registry
+            .add(WorkerUrl::parse("http://x:1").unwrap(), true),
+        Err(AddError::Full)
+    );
+}
+
+#[test]
+fn the_fleet_tells_models_of_all_and_candidates_of_the_ready() {
+    let mut rig = rig(1, 8);
+    let (a, b, c) = (
+        rig.add("http://a:1"),
+        rig.add("http://b:1/x/"),
+        rig.add("http://c:1"),
+    );
+    rig.good_at(a, ADDRESS, Some(r#"{"data":[{"id":"m1"},{"id":"m2"}]}"#));
+    rig.good_at(b, ADDRESS, Some(r#"{"data":[{"id":"m2"}]}"#));
+    rig.good_at(c, ADDRESS, Some("junk"));
+    for _ in 0..3 {
+        rig.bad(a, Failure::Timeout);
+    }
+    let slots = [rig.id(b).slot, rig.id(c).slot];
+    let pin = rig.parts.reader.pin();
+    let fleet = rig.parts.shared.fleet.load(&pin);
+    assert_eq!(fleet.any.slots(), slots);
+    assert_eq!(fleet.registered_count, 3);
+    assert_eq!(
+        fleet.by_model["m1"].slots(),
+        [slots[1]],
+        "only the worker of unknown models is left for m1"
+    );
+    assert_eq!(fleet.by_model["m2"].slots(), slots);
+    assert_eq!(fleet.of_unknown_models.slots(), [slots[1]]);
+    assert!(fleet.known_models.contains("m1"));
+    let worker = fleet.worker(slots[0]).unwrap();
+    assert_eq!(
+        (&*worker.url, &*worker.authority, &*worker.path_prefix),
+        ("http://b:1/x", "b:1", "/x")
+    );
+}
+
+#[test]
+fn model_lists_are_asked_for_at_start_on_recovery_and_with_every_third_probe() {
+    let mut rig = rig(1, 8);
+    let key = rig.add("http://a:1");
+    let mut asked = String::new();
+    for probe in "++++++++ttt++++".chars() {
+        let wants = rig.registry.wants_models(key);
+        match probe {
+            '+' => {
+                asked.push(if wants { 'M' } else { '-' });
+                rig.good(key);
+            }
+            _ => {
+                rig.bad(key, Failure::Timeout);
+            }
+        }
+    }
+    // Eight good ones, then the second after the failures is the recovery.
+    assert_eq!(asked, "M-M--M--MM-M");
+}
+
+/// Counters of a URL only grow, whatever slots its lives had, and a slot's next worker starts at zero.
+#[test]
+fn totals_follow_the_url_not_the_slot() {
+    let mut rig = rig(1, 2);
+    let count = |rig: &Rig, id: WorkerId, n| {
+        let stats = &rig.parts.shared.cores[0].stats.workers[usize::from(id.slot.0)];
+        stats.chosen.add(n);
+        stats.failures.add(1);
+    };
+    let key = rig.add("http://a:1");
+    rig.good_at(key, "10.0.0.1:1", None);
+    count(&rig, rig.id(key), 5);
+    rig.good_at(key, "10.0.0.2:1", None);
+    count(&rig, rig.id(key), 2);
+    assert_eq!(rig.totals(key).chosen, 7, "one life ending, one running");
+    let mut told = Told::default();
+    while rig.registry.sweep() {
+        pump(&rig.parts.shared, &mut told);
+    }
+    let totals = rig.totals(key);
+    assert_eq!(
+        (totals.chosen, totals.failures),
+        (7, 2),
+        "the first life is forgotten, its counts are not"
+    );
+    let other = rig.add("http://b:1");
+    assert_eq!(rig.id(other).slot.0, 0, "the slot that had counted 5");
+    assert_eq!(rig.totals(other), Totals::default());
+}

@@ -1,0 +1,185 @@
+//! Parts for tests: the shared state without cores, stand-ins for cores, and a worker that answers probes.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use shards::{Books, Domain, Publisher, Reader, TreeLimits};
+use tokio::sync::mpsc;
+
+use crate::config::Config;
+use crate::shared::{AdminReply, AdminRequest, CoreShared, Fleet, Shared, ToCore};
+
+/// Longest wait for something that must happen.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Waits until `is_so`; panics with `what` when it does not come.
+pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < deadline, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Defaults with a fast rhythm.
+pub fn config() -> Config {
+    let mut config = Config::default_for_tests();
+    config.health.interval = Duration::from_millis(20);
+    config.health.timeout = Duration::from_secs(2);
+    config
+}
+
+/// What the planes share, and the ends that its owners hold.
+pub struct Parts {
+    pub shared: Arc<Shared>,
+    pub publisher: Option<Publisher<Fleet>>,
+    pub admin_rx: Option<mpsc::Receiver<AdminRequest>>,
+    pub reader: Reader,
+}
+
+pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
+    let domain = Arc::new(Domain::new(core_count.max(1)));
+    let limits = TreeLimits {
+        bytes_max: 1 << 20,
+        slot_count_max: slot_count,
+    };
+    let (tree, _shards) = shards::tree(core_count.max(1), domain.clone(), limits);
+    let (publisher, fleet) = shards::published(domain.clone(), Fleet::default());
+    let (admin, admin_rx) = mpsc::channel(64);
+    let reader = domain.reader(0);
+    let shared = Arc::new(Shared {
+        config,
+        books: Box::leak(Box::new(Books::new(slot_count))),
+        tree,
+        domain,
+        fleet,
+        cores: (0..core_count)
+            .map(|_| CoreShared::new(slot_count).unwrap())
+            .collect(),
+        admin,
+        draining: AtomicBool::new(false),
+    });
+    Parts {
+        shared,
+        publisher: Some(publisher),
+        admin_rx: Some(admin_rx),
+        reader,
+    }
+}
+
+/// What the stand-ins for cores were told.
+#[derive(Default)]
+pub struct Told {
+    pub replies: Vec<(u64, AdminReply)>,
+    pub purged: Vec<u16>,
+    pub flush_count: usize,
+    pub drain_count: usize,
+    pub stop_count: usize,
+}
+
+/// Does what cores do with their messages: forgets at once, and keeps the rest for the test.
+pub fn pump(shared: &Shared, told: &mut Told) {
+    for core in &shared.cores {
+        while let Some(message) = core.take() {
+            match message {
+                ToCore::Admin { token, reply } => told.replies.push((token, reply)),
+                ToCore::Purge(slot) => {
+                    told.purged.push(slot.0);
+                    core.purged.push(slot);
+                }
+                ToCore::Flush => told.flush_count += 1,
+                ToCore::Drain => told.drain_count += 1,
+                ToCore::Stop => told.stop_count += 1,
+            }
+        }
+    }
+}
+
+/// A worker of its own thread: answers `/health` with a status that can be set and `/v1/models` with a text.
+pub struct FakeWorker {
+    pub address: SocketAddr,
+    pub status: Arc<AtomicU16>,
+    pub heads: Arc<Mutex<Vec<String>>>,
+    is_over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl FakeWorker {
+    pub fn start(models: &str) -> FakeWorker {
+        FakeWorker::start_at("127.0.0.1:0".parse().unwrap(), models)
+    }
+
+    pub fn start_at(address: SocketAddr, models: &str) -> FakeWorker {
+        let listener = TcpListener::bind(address).unwrap();
+        let address = listener.local_addr().unwrap();
+        let (status, is_over) = (
+            Arc::new(AtomicU16::new(200)),
+            Arc::new(AtomicBool::new(false)),
+        );
+        let heads = Arc::new(Mutex::new(Vec::new()));
+        let models = models.to_owned();
+        let seen = (status.clone(), is_over.clone(), heads.clone());
+        let thread = std::thread::spawn(move || {
+            let (status, is_over, heads) = seen;
+            for stream in listener.incoming() {
+                if is_over.load(Ordering::Relaxed) {
+                    return;
+                }
+                serve(
+                    stream.unwrap(),
+                    status.load(Ordering::Relaxed),
+                    &models,
+                    &heads,
+                );
+            }
+        });
+        FakeWorker {
+            address,
+            status,
+            heads,
+            is_over,
+            thread: Some(thread),
+        }
+    }
+
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+}
+
+impl Drop for FakeWorker {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
+        let _ = TcpStream::connect(self.address);
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+fn serve(mut stream: TcpStream, status: u16, models: &str, heads: &Mutex<Vec<String>>) {
+    let mut head = Vec::new();
+    let mut piece = [0; 1024];
+    while !head.ends_with(b"\r\n\r\n") {
+        match stream.read(&mut piece) {
+            Ok(0) | Err(_) => return,
+            Ok(n) => head.extend_from_slice(&piece[..n]),
+        }
+    }
+    let head = String::from_utf8(head).unwrap();
+    let (status, body) = match head.split(' ').nth(1) {
+        Some("/health") => (status, ""),
+        Some("/v1/models") if models.is_empty() => (404, ""),
+        Some("/v1/models") => (200, models),
+        Some("/reset_prefix_cache") => (200, ""),
+        _ => (404, ""),
+    };
+    heads.lock().unwrap().push(head);
+    let _ = write!(
+        stream,
+        "HTTP/1.1 {status} X\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+        body.len()
+    );
+}

@@ -1,0 +1,174 @@
+//! One task a worker: probe, apply, pause. And the report of who is not ready after the start.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ahash::RandomState;
+use http::Method;
+
+use super::Plane;
+use super::health::{self, Failure, Phase};
+use super::models;
+use super::probe::{self, Target};
+use super::registry::{Key, Probed};
+use crate::config::WorkerUrl;
+
+/// Time for a model list; it holds up a worker's first request, so shorter than most time limits of probes.
+const MODELS_TIMEOUT_MAX: Duration = Duration::from_secs(2);
+
+/// Longest pause between two reports of workers that are missing since the start.
+const REPORT_PAUSE_MAX: Duration = Duration::from_secs(600);
+
+/// Watches one registration until it is removed.
+pub(super) async fn run(plane: Arc<Plane>, key: Key, url: WorkerUrl) {
+    let config = &plane.shared.config;
+    let mut probe_now = plane.probe_now.subscribe();
+    let mut dice = Dice::new();
+    let started = tokio::time::Instant::now();
+    let (mut probe_count, mut is_first_regular) = (0_u32, true);
+    loop {
+        let Some(address) = plane.registry().entry(key).map(|entry| entry.address) else {
+            return;
+        };
+        let probed = probe(
+            &plane,
+            key,
+            &Target {
+                url: url.clone(),
+                address,
+            },
+        )
+        .await;
+        probe_count = probe_count.saturating_add(1);
+        let Some(applied) = plane.registry().apply(key, probed) else {
+            return;
+        };
+        if applied.has_changed {
+            plane.announce_change();
+        }
+        if applied.phase == Phase::Starting && is_overdue(&plane, key, started.elapsed()) {
+            let limit_secs = config.worker_startup_timeout.as_secs();
+            tracing::warn!(worker = %url, limit_secs, "worker did not become ready: dropped");
+            plane.remove(key);
+            return;
+        }
+        let pause = health::pause(
+            config,
+            applied.phase,
+            probe_count,
+            is_first_regular,
+            dice.roll(),
+        );
+        is_first_regular &= applied.phase == Phase::Starting;
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            _ = probe_now.changed() => {}
+        }
+    }
+}
+
+async fn probe(plane: &Plane, key: Key, target: &Target) -> Probed {
+    let config = &plane.shared.config;
+    let outcome = probe::health(config, target).await;
+    let mut models = None;
+    let wants_models = outcome.is_ok() && plane.registry().wants_models(key);
+    if let (Ok(address), true) = (outcome, wants_models) {
+        let target = Target {
+            address: Some(address),
+            ..target.clone()
+        };
+        let timeout = config.health.timeout.min(MODELS_TIMEOUT_MAX);
+        models = match probe::request(config, &target, Method::GET, "/v1/models", timeout).await {
+            Ok(answer) if answer.status == 200 => Some(models::parse(&answer.body)),
+            // 401 is a key that does not fit, 5xx a worker in trouble: both say nothing about its models.
+            Ok(answer) if answer.status == 404 || answer.status == 405 => Some(Vec::new()),
+            Err(Failure::Malformed) => Some(Vec::new()),
+            Ok(_) | Err(_) => None,
+        };
+    }
+    Probed { outcome, models }
+}
+
+/// Workers of the command line are waited for without end; added ones are dropped, as vllm-router does.
+fn is_overdue(plane: &Plane, key: Key, waited: Duration) -> bool {
+    waited >= plane.shared.config.worker_startup_timeout
+        && plane
+            .registry()
+            .entry(key)
+            .is_some_and(|entry| entry.was_added)
+}
+
+/// Says once that the first worker is ready, and who is not; repeats it while some are missing.
+pub(super) async fn report_start(plane: Arc<Plane>) {
+    let total_count = plane.registry().entries().len();
+    if total_count == 0 {
+        tracing::warn!("no workers yet: add them with POST /add_worker?url=");
+        return;
+    }
+    let mut changes = plane.changes.subscribe();
+    let mut period = plane.shared.config.worker_startup_check_interval;
+    let first_look = period.min(Duration::from_secs(5));
+    let _ = tokio::time::timeout(
+        first_look,
+        changes.wait_for(|_| plane.registry().ready_count() > 0),
+    )
+    .await;
+    // All probes have begun at once: give the others the moment that the first did not need.
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    loop {
+        let (ready_count, missing) = missing(&plane);
+        if missing.is_empty() {
+            tracing::info!(ready_count, "all workers have been ready");
+            return;
+        }
+        let missing_count = missing.len();
+        let listed = missing.into_iter().take(8).collect::<Vec<_>>().join("; ");
+        if ready_count == 0 {
+            tracing::warn!(missing_count, "no worker is ready yet: {listed}");
+        } else {
+            tracing::warn!(
+                ready_count,
+                missing_count,
+                "serving, but these workers are not ready: {listed}"
+            );
+        }
+        tokio::time::sleep(period).await;
+        // A worker that stays away for hours is worth a line now and then.
+        period = period.saturating_mul(2).min(REPORT_PAUSE_MAX.max(period));
+    }
+}
+
+fn missing(plane: &Plane) -> (usize, Vec<String>) {
+    let registry = plane.registry();
+    let starting = registry
+        .entries()
+        .iter()
+        .filter(|entry| entry.phase() == Phase::Starting);
+    let missing = starting.map(|entry| match entry.last_failure {
+        Some(failure) => format!("{} ({failure})", entry.url),
+        None => format!("{} (no answer yet)", entry.url),
+    });
+    (registry.ready_count(), missing.collect())
+}
+
+/// Chance for the spread of probes; nothing depends on its quality.
+struct Dice {
+    state: RandomState,
+    count: u64,
+}
+
+impl Dice {
+    fn new() -> Dice {
+        Dice {
+            state: RandomState::new(),
+            count: 0,
+        }
+    }
+
+    /// 0 to 1, 1 excluded.
+    fn roll(&mut self) -> f64 {
+        self.count += 1;
+        // 53 bits: what an f64 holds exactly.
+        (self.state.hash_one(self.count) >> 11) as f64 / (1_u64 << 53) as f64
+    }
+}

@@ -1,0 +1,410 @@
+//! The world of a session as the core makes it: sockets through the ring, choices through the shards.
+
+use std::time::Duration;
+
+use shards::{LoadGuard, Pin, Slot};
+
+use super::table::{Up, Use, Wire};
+use super::{Core, LINGER_NS};
+use crate::config::Config;
+use crate::exchange::{Ask, Dial, NoSeat, Record, Seat, World, message_start};
+use crate::ring::{Lease, Outgoing, Token};
+use crate::route::{self, Candidates, PolicyKind, TreePrefixes};
+use crate::shared::{AdminRequest, Fleet, Outcome, Route};
+
+/// What is true for one turn of the loop.
+#[derive(Clone, Copy)]
+pub struct Turn<'t> {
+    pub pin: &'t Pin<'t>,
+    pub fleet: &'t Fleet,
+    pub now_ns: u64,
+}
+
+/// The world of the session on one client connection.
+pub struct Hands<'a, 't> {
+    pub core: &'a mut Core,
+    pub turn: Turn<'t>,
+    pub client: Token,
+}
+
+impl Hands<'_, '_> {
+    fn wire(&mut self) -> Option<&mut Wire> {
+        self.core.downs.find(self.client).map(|down| &mut down.wire)
+    }
+
+    fn leg(&mut self) -> Option<Token> {
+        self.core.downs.find(self.client)?.leg
+    }
+
+    fn queue_for_client(&mut self, bytes: Outgoing) {
+        let client = self.client;
+        self.core.queue(client, bytes);
+    }
+
+    fn queue_for_worker(&mut self, bytes: Outgoing) {
+        if let Some(leg) = self.leg() {
+            self.core.queue(leg, bytes);
+        }
+    }
+
+    /// Takes a seat: the choice and its count in one step. When the seat was taken meanwhile, the choice is made anew.
+    fn take_seat(
+        &mut self,
+        ask: &Ask<'_>,
+        candidates: &Candidates,
+        length: Option<u64>,
+    ) -> Option<Seat> {
+        const ATTEMPTS: u32 = 4;
+        let core = &mut *self.core;
+        let shared = core.shared.clone();
+        let prefixes = TreePrefixes {
+            tree: &shared.tree,
+            pin: self.turn.pin,
+            chain: &core.chain,
+        };
+        for attempt in 0..ATTEMPTS {
+            let decision = route::decide(
+                &shared.config.settings,
+                length.map(|length| (&prefixes, length)),
+                candidates,
+                ask.tried,
+                shared.books,
+                &mut core.policy,
+                &mut core.scratch,
+            )?;
+            let worker = self.turn.fleet.worker(decision.slot)?;
+            // The last attempt takes the seat at whatever load it has: being chosen four times in a row by others means
+            // that it is everybody's best.
+            let guard = if attempt + 1 < ATTEMPTS {
+                LoadGuard::acquire_at(shared.books, worker.id, ask.prompt_bytes, decision.seen)
+            } else {
+                LoadGuard::acquire(shared.books, worker.id, ask.prompt_bytes).ok_or(None)
+            };
+            match guard {
+                Ok(guard) => {
+                    core.note(&decision, ask.prompt_bytes, length);
+                    return Some(Seat {
+                        slot: decision.slot,
+                        guard,
+                    });
+                }
+                Err(Some(_)) => {}
+                // Closed since this fleet was published; the next one does not have it.
+                Err(None) => return None,
+            }
+        }
+        None
+    }
+}
+
+impl World for Hands<'_, '_> {
+    type Piece = Lease;
+
+    fn config(&self) -> &Config {
+        &self.core.shared.config
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.turn.now_ns
+    }
+
+    fn clock_ns(&self) -> u64 {
+        self.core.clock_ns()
+    }
+
+    fn is_draining(&self) -> bool {
+        self.core.is_draining
+    }
+
+    fn make_request_id(&mut self, route: Route, out: &mut Vec<u8>) {
+        let prefix: &[u8] = match route {
+            Route::ChatCompletions => b"chatcmpl-",
+            Route::Completions => b"cmpl-",
+            Route::Generate | Route::InferenceGenerate => b"gnt-",
+            _ => b"req-",
+        };
+        out.extend_from_slice(prefix);
+        for _ in 0..2 {
+            let mut n = self.core.random();
+            for _ in 0..12 {
+                const DIGITS: &[u8; 32] = b"abcdefghijkmnpqrstuvwxyz23456789";
+                out.push(DIGITS[(n & 31) as usize]);
+                n >>= 5;
+            }
+        }
+    }
+
+    fn buffer(&mut self) -> Vec<u8> {
+        self.core.shelf.take()
+    }
+
+    fn grow(&mut self, buffer: Vec<u8>, more: usize) -> Vec<u8> {
+        self.core.shelf.grow(buffer, more)
+    }
+
+    fn recycle(&mut self, buffer: Vec<u8>) {
+        self.core.shelf.put(buffer);
+    }
+
+    fn send(&mut self, bytes: Vec<u8>) {
+        self.queue_for_client(Outgoing::Heap(bytes, 0));
+    }
+
+    fn send_piece(&mut self, piece: Lease, from: usize, to: usize) {
+        self.queue_for_client(Outgoing::Leased(piece, from as u32, to as u32));
+    }
+
+    fn finish(&mut self) {
+        let at = self.turn.now_ns + LINGER_NS;
+        if let Some(down) = self.core.downs.find(self.client) {
+            down.is_finishing = true;
+            down.wire.wants_receive = true;
+        }
+        let client = self.client;
+        self.core.finish_if_flushed(client);
+        self.deadline(at);
+    }
+
+    fn abort(&mut self) {
+        let client = self.client;
+        if let Some(wire) = self.wire()
+            && let Some(fd) = &wire.fd
+        {
+            crate::ring::reset_on_close(fd);
+        }
+        self.core.kill(client);
+    }
+
+    fn read_client(&mut self, on: bool) {
+        let client = self.client;
+        self.core.want_receive(client, on);
+    }
+
+    fn watch_client(&mut self) {
+        let client = self.client;
+        let core = &mut *self.core;
+        if let Some(down) = core.downs.find(client)
+            && let Some(fd) = &down.wire.fd
+            && !down.wire.is_watched
+        {
+            core.ring.watch(client, fd);
+            down.wire.is_watched = true;
+        }
+    }
+
+    fn deadline(&mut self, at_ns: u64) {
+        let client = self.client;
+        let core = &mut *self.core;
+        let Some(down) = core.downs.find(client) else {
+            return;
+        };
+        down.deadline_ns = at_ns;
+        if at_ns < down.timer_ns {
+            down.timer_ns = core.wheel.insert(client, at_ns);
+        }
+    }
+
+    fn choose(&mut self, ask: Ask<'_>) -> Result<Seat, NoSeat> {
+        let began = self.clock_ns();
+        let fleet = self.turn.fleet;
+        let candidates = candidates(fleet, ask.model)?;
+        if candidates.is_empty() {
+            return Err(NoSeat::NoneEligible);
+        }
+        let core = &mut *self.core;
+        core.chain.clear();
+        let mut length = None;
+        if core.shared.config.settings.policy == PolicyKind::CacheAware
+            && let Some((body, fields)) = ask.key
+        {
+            length = route::chain(core.seed, ask.route, body, fields, &mut core.chain);
+        }
+        let Some(seat) = self.take_seat(&ask, candidates, length) else {
+            return Err(if ask.tried.is_empty() {
+                NoSeat::NoneEligible
+            } else {
+                NoSeat::AllTried
+            });
+        };
+        if length.is_some() {
+            self.core.teach(self.turn.pin, seat.slot);
+        }
+        let took = self.clock_ns().saturating_sub(began);
+        self.core.stats().decision.record(took);
+        Ok(seat)
+    }
+
+    fn worker_address(&self, slot: Slot) -> Option<(&str, &str)> {
+        self.turn
+            .fleet
+            .worker(slot)
+            .map(|w| (&*w.authority, &*w.path_prefix))
+    }
+
+    fn dial(&mut self, slot: Slot, fresh: bool) -> Dial {
+        let Some(address) = self.turn.fleet.worker(slot).map(|w| w.address) else {
+            return Dial::Refused;
+        };
+        let core = &mut *self.core;
+        while !fresh && let Some(token) = core.idles.take(slot) {
+            if let Some(up) = core.ups.find(token)
+                && up.usage == Use::Idle
+                && !up.wire.is_dead
+            {
+                up.usage = Use::Leg(self.client);
+                if let Some(down) = core.downs.find(self.client) {
+                    down.leg = Some(token);
+                }
+                return Dial::Reused;
+            }
+        }
+        let up = Up {
+            wire: Wire::default(),
+            slot,
+            usage: Use::Leg(self.client),
+        };
+        let token = core.ups.insert(up);
+        match core.ring.connect(token, &address) {
+            Ok(fd) => {
+                if let Some(up) = core.ups.find(token) {
+                    up.wire.fd = Some(fd);
+                    up.wire.is_connecting = true;
+                    up.wire.wants_receive = true;
+                }
+                if let Some(down) = core.downs.find(self.client) {
+                    down.leg = Some(token);
+                }
+                core.stats().upstream_opened.add(1);
+                Dial::Connecting
+            }
+            Err(e) => {
+                core.ups.remove(token);
+                core.complain("no socket for a worker connection", &e);
+                Dial::Refused
+            }
+        }
+    }
+
+    fn send_message(&mut self, message: Vec<u8>) {
+        let from = message_start(&message);
+        self.queue_for_worker(Outgoing::Heap(message, from));
+    }
+
+    fn send_worker(&mut self, bytes: Vec<u8>) {
+        self.queue_for_worker(Outgoing::Heap(bytes, 0));
+    }
+
+    fn send_worker_piece(&mut self, piece: Lease, from: usize, to: usize) {
+        self.queue_for_worker(Outgoing::Leased(piece, from as u32, to as u32));
+    }
+
+    fn break_leg(&mut self) {
+        if let Some(leg) = self.leg()
+            && let Some(up) = self.core.ups.find(leg)
+            && let Some(fd) = &up.wire.fd
+        {
+            crate::ring::shutdown(fd);
+        }
+    }
+
+    fn end_leg(&mut self, keep: bool) {
+        let now_ns = self.turn.now_ns;
+        let known = |slot: Slot| self.turn.fleet.worker(slot).is_some();
+        let core = &mut *self.core;
+        let Some(token) = core
+            .downs
+            .find(self.client)
+            .and_then(|down| down.leg.take())
+        else {
+            return;
+        };
+        let Some(up) = core.ups.find(token) else {
+            return;
+        };
+        up.usage = Use::Nobody;
+        let is_clean = !up.wire.is_sending && up.wire.queue.is_empty() && !up.wire.is_connecting;
+        if keep
+            && is_clean
+            && !up.wire.is_dead
+            && known(up.slot)
+            && !core.shared.config.pool_idle_timeout.is_zero()
+        {
+            up.usage = Use::Idle;
+            let slot = up.slot;
+            core.idles.put(slot, token, now_ns);
+            // An idle connection always listens, so that its end is noticed at once.
+            core.want_receive(token, true);
+        } else {
+            core.kill(token);
+        }
+    }
+
+    fn hand_over(&mut self, mut request: AdminRequest) -> bool {
+        request.core = self.core.index;
+        request.token = u64::from(self.client.generation) << 32 | u64::from(self.client.index);
+        self.core.shared.admin.try_send(request).is_ok()
+    }
+
+    fn worker_failed(&mut self, slot: Slot) {
+        self.core.stats().workers[usize::from(slot.0)]
+            .failures
+            .add(1);
+    }
+
+    fn count_resend(&mut self) {
+        self.core.stats().resends.add(1);
+    }
+
+    fn count_retry(&mut self) {
+        self.core.stats().retries.add(1);
+    }
+
+    fn count_malformed(&mut self) {
+        self.core.stats().malformed.add(1);
+    }
+
+    fn record_added(&mut self, ns: u64) {
+        self.core.stats().added.record(ns);
+    }
+
+    fn record_gap(&mut self, ns: u64) {
+        self.core.stats().gap.record(ns);
+    }
+
+    fn record(&mut self, record: Record) {
+        let stats = self.core.stats();
+        stats.exchanges[record.route as usize][record.outcome as usize].add(1);
+        if record.first_byte_ns > 0 {
+            stats.first_byte.record(record.first_byte_ns);
+        }
+        if matches!(
+            record.outcome,
+            Outcome::Ok | Outcome::ClientError | Outcome::WorkerError
+        ) {
+            stats.duration.record(record.duration_ns);
+        }
+    }
+}
+
+/// Who may get a request for a model.
+fn candidates<'f>(fleet: &'f Fleet, model: Option<&str>) -> Result<&'f Candidates, NoSeat> {
+    let Some(model) = model else {
+        return Ok(&fleet.any);
+    };
+    match fleet.by_model.get(model) {
+        Some(candidates) => Ok(candidates),
+        // A worker that does not say what it serves may serve this.
+        None if !fleet.of_unknown_models.is_empty() => Ok(&fleet.of_unknown_models),
+        None if fleet.known_models.is_empty() => Ok(&fleet.any),
+        None => Err(NoSeat::UnknownModel),
+    }
+}
+
+/// How long a turn may sleep.
+pub fn sleep_until(next_ns: Option<u64>, now_ns: u64) -> Duration {
+    const LONGEST: Duration = Duration::from_secs(1);
+    match next_ns {
+        Some(at) => Duration::from_nanos(at.saturating_sub(now_ns)).min(LONGEST),
+        None => LONGEST,
+    }
+}

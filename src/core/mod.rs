@@ -1,0 +1,905 @@
+//! One core: a pinned thread with its glommio executor, its ring, its listener, its connections, its shard.
+//!
+//! The core's thread runs [`Core::run`] as the main future of its executor and sleeps in one place only, the ring's wait.
+//! Everything that can wake it ends that wait: sockets, the doorbell's eventfd (mailboxes, control plane), the wheel's
+//! next tick. glommio places and runs the executor; its reactor and timers stay out of the way of requests, because a
+//! second place to sleep costs half as much again a request at moderate load, and because nothing here may depend on its park.
+//!
+//! Invariants:
+//! - **C1** No connection ever changes its core; nothing here is shared but through `Shared`.
+//! - **C2** One send a connection is in flight: bytes leave in order.
+//! - **C3** A place is freed only when the kernel holds no operation on its descriptor.
+//! - **C4** The pin of a turn is taken after the sleep and dropped before the next one: a sleeping core holds nothing back.
+
+mod hands;
+mod shelf;
+mod table;
+mod wheel;
+
+use std::io;
+use std::net::TcpListener;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use shards::{Lesson, Pin, PrefixHash, Reader, Receiver, Sender, Shard, Slot};
+
+use crate::exchange::Session;
+use crate::ring::{Event, Outgoing, Received, Ring, RingLimits, Token};
+use crate::route::{self, Batches, Decision, KeySeed};
+use crate::shared::{CoreShared, CoreStats, Shared, ToCore};
+use crate::upstream::Idles;
+use hands::{Hands, Turn, sleep_until};
+use shelf::Shelf;
+use table::{Down, Table, Up, Use, Wire, is_upstream};
+use wheel::Wheel;
+
+/// How long what a client still sends is read and dropped after our last byte, so that it gets that byte.
+const LINGER_NS: u64 = 3_000_000_000;
+/// Steps of shard work between two sleeps: about 50 us.
+const SHARD_STEPS: usize = 512;
+/// How often idle worker connections are looked through.
+const SWEEP_NS: u64 = 250_000_000;
+/// How long accepting pauses when descriptors have run out.
+const ACCEPT_PAUSE_NS: u64 = 100_000_000;
+
+/// What a core is made of before it runs.
+pub struct Seed {
+    /// Which core this is.
+    pub index: usize,
+    /// The processor to be pinned to.
+    pub cpu: usize,
+    /// Its listener.
+    pub listener: TcpListener,
+    /// Its shard, as the only writer.
+    pub shard: Shard,
+    /// Its reader of published things.
+    pub reader: Reader,
+    /// Where lessons for other cores' shards go, by core; none for itself.
+    pub senders: Vec<Option<Sender<Lesson>>>,
+    /// Where lessons for this core's shard come from.
+    pub receivers: Vec<Receiver<Lesson>>,
+    /// For choices and request ids.
+    pub random_seed: u64,
+    /// What all share.
+    pub shared: Arc<Shared>,
+}
+
+/// Starts a core on its own pinned thread.
+///
+/// # Errors
+/// The thread or its executor could not be made. Later failures come through the returned handle.
+pub fn spawn(seed: Seed) -> io::Result<std::thread::JoinHandle<io::Result<()>>> {
+    let name = format!("core-{}", seed.index);
+    std::thread::Builder::new()
+        .name(name.clone())
+        .spawn(move || {
+            let executor = glommio::LocalExecutorBuilder::new(glommio::Placement::Fixed(seed.cpu))
+                .name(&name)
+                // glommio's own rings do nothing here: as small as they can be.
+                .io_memory(64 << 10)
+                .ring_depth(16)
+                .make()
+                .map_err(|e| io::Error::other(format!("the executor cannot start: {e}")))?;
+            executor.run(async move {
+                let (mut core, reader) = Core::new(seed)?;
+                core.run(reader)
+            })
+        })
+}
+
+/// The running core.
+pub struct Core {
+    index: usize,
+    shared: Arc<Shared>,
+    ring: Ring,
+    downs: Table<Down>,
+    ups: Table<Up>,
+    idles: Idles,
+    wheel: Wheel,
+    shelf: Shelf,
+    listener: Option<TcpListener>,
+    is_accepting: bool,
+    accept_again_ns: u64,
+    shard: Shard,
+    senders: Vec<Option<Sender<Lesson>>>,
+    receivers: Vec<Receiver<Lesson>>,
+    /// Owners that were sent lessons in this turn.
+    taught: Vec<usize>,
+    batches: Batches,
+    chain: Vec<PrefixHash>,
+    scratch: Vec<Slot>,
+    policy: route::Turn,
+    seed: KeySeed,
+    random: u64,
+    started: Instant,
+    swept_ns: u64,
+    is_draining: bool,
+    is_stopping: bool,
+    /// Connections to be armed again at the end of the turn, when buffers have come back.
+    starved: Vec<Token>,
+    connections_max: usize,
+    complained_ns: u64,
+    purging: Vec<Slot>,
+}
+
+impl Core {
+    fn new(seed: Seed) -> io::Result<(Core, Reader)> {
+        let config = &seed.shared.config;
+        let limits = RingLimits {
+            buffer_count: config.recv_buffer_count,
+            buffer_bytes: config.recv_buffer_bytes,
+            multishot_receive: true,
+            defer_taskrun: true,
+        };
+        let connections_max = config
+            .connection_count_max
+            .div_ceil(seed.shared.cores.len());
+        let ring = Ring::new(limits, &seed.shared.cores[seed.index].wake)?;
+        let core = Core {
+            index: seed.index,
+            ring,
+            downs: Table::of_clients(),
+            ups: Table::of_workers(),
+            idles: Idles::default(),
+            wheel: Wheel::new(0),
+            shelf: Shelf::default(),
+            listener: Some(seed.listener),
+            is_accepting: false,
+            accept_again_ns: 0,
+            shard: seed.shard,
+            senders: seed.senders,
+            receivers: seed.receivers,
+            taught: Vec::new(),
+            batches: Batches::default(),
+            chain: Vec::new(),
+            scratch: Vec::new(),
+            policy: route::Turn::new(seed.random_seed),
+            seed: KeySeed(config.prefix_hash_seed),
+            random: seed.random_seed | 1,
+            started: Instant::now(),
+            swept_ns: 0,
+            is_draining: false,
+            is_stopping: false,
+            starved: Vec::new(),
+            connections_max,
+            complained_ns: 0,
+            purging: Vec::new(),
+            shared: seed.shared,
+        };
+        Ok((core, seed.reader))
+    }
+
+    /// The loop: work off messages and lessons, sleep, handle what happened.
+    fn run(&mut self, mut reader: Reader) -> io::Result<()> {
+        self.accept();
+        loop {
+            self.read_inbox(&mut reader);
+            let more = self.work_shard();
+            if self.is_over() {
+                return Ok(());
+            }
+            let sleep = self.prepare_sleep(more);
+            self.ring.turn(sleep)?;
+            self.me().doorbell.announce_awake();
+            self.stats().turns.add(1);
+            let pin = reader.pin();
+            let fleet = self.shared.clone();
+            let turn = Turn {
+                pin: &pin,
+                fleet: fleet.fleet.load(&pin),
+                now_ns: self.clock_ns(),
+            };
+            while let Some(event) = self.ring.next_event() {
+                self.handle(turn, event);
+            }
+            self.handle_timers(turn);
+            self.rearm_starved();
+            self.wake_taught();
+        }
+    }
+
+    fn me(&self) -> &CoreShared {
+        &self.shared.cores[self.index]
+    }
+
+    fn stats(&self) -> &CoreStats {
+        &self.me().stats
+    }
+
+    fn clock_ns(&self) -> u64 {
+        self.started.elapsed().as_nanos() as u64
+    }
+
+    fn random(&mut self) -> u64 {
+        // splitmix64: request ids must differ, not be secret.
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.random;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Says something that may repeat fast, at most once a second.
+    fn complain(&mut self, what: &str, e: &io::Error) {
+        let now = self.clock_ns();
+        if now >= self.complained_ns {
+            self.complained_ns = now + 1_000_000_000;
+            tracing::warn!(core = self.index, "{what}: {e}");
+        }
+    }
+
+    // ---- before the sleep ----
+
+    fn read_inbox(&mut self, reader: &mut Reader) {
+        if self.me().is_inbox_empty() {
+            return;
+        }
+        let pin = reader.pin();
+        let shared = self.shared.clone();
+        let turn = Turn {
+            pin: &pin,
+            fleet: shared.fleet.load(&pin),
+            now_ns: self.clock_ns(),
+        };
+        while let Some(message) = self.me().take() {
+            match message {
+                ToCore::Admin { token, reply } => {
+                    let client = Token {
+                        index: token as u32,
+                        generation: (token >> 32) as u32,
+                    };
+                    self.with_session(turn, client, |session, hands| {
+                        session.on_admin_reply(hands, &reply)
+                    });
+                }
+                ToCore::Purge(slot) => {
+                    self.shard.apply(Lesson::Purge { worker: slot });
+                    self.purging.push(slot);
+                }
+                ToCore::Flush => self.shard.clear(),
+                ToCore::Drain => self.drain(turn),
+                ToCore::Stop => self.stop(),
+            }
+        }
+    }
+
+    /// Applies lessons from all cores, a bounded number of steps. `true`: there is more.
+    fn work_shard(&mut self) -> bool {
+        let mut received = 0;
+        for receiver in &mut self.receivers {
+            while received < SHARD_STEPS
+                && let Some(lesson) = receiver.try_recv()
+            {
+                self.shard.apply(lesson);
+                received += 1;
+            }
+        }
+        if self.shard.is_idle() && self.purging.is_empty() {
+            return received == SHARD_STEPS;
+        }
+        let more = self.shard.work(SHARD_STEPS);
+        let shard = &self.shard;
+        let shared = &self.shared.cores[self.index];
+        self.purging.retain(|slot| {
+            let done = shard.purged(*slot);
+            if done {
+                shared.purged.push(*slot);
+            }
+            !done
+        });
+        more || received == SHARD_STEPS
+    }
+
+    /// How long the coming wait may be. What could have come since the last look is looked for again after the doorbell knows.
+    fn prepare_sleep(&mut self, more: bool) -> Option<Duration> {
+        if more {
+            return Some(Duration::ZERO);
+        }
+        self.me().doorbell.announce_sleep();
+        if !self.me().is_inbox_empty() || self.receivers.iter().any(|r| !r.is_empty()) {
+            return Some(Duration::ZERO);
+        }
+        let now = self.clock_ns();
+        let mut next = self.wheel.next_ns();
+        if !self.idles.is_empty() {
+            next = Some(next.unwrap_or(u64::MAX).min(self.swept_ns + SWEEP_NS));
+        }
+        if !self.is_accepting && self.listener.is_some() {
+            next = Some(next.unwrap_or(u64::MAX).min(self.accept_again_ns));
+        }
+        Some(sleep_until(next, now))
+    }
+
+    fn is_over(&self) -> bool {
+        let quiet = self.downs.len() == 0 && self.listener.is_none() && !self.is_accepting;
+        if self.is_stopping {
+            quiet && self.ups.len() == 0
+        } else {
+            self.is_draining && quiet
+        }
+    }
+
+    // ---- what happened ----
+
+    fn handle(&mut self, turn: Turn<'_>, event: Event) {
+        match event {
+            Event::Received {
+                token,
+                received,
+                armed,
+            } => self.received(turn, token, received, armed),
+            Event::Sent {
+                token,
+                result,
+                bytes,
+            } => self.sent(turn, token, result, bytes),
+            Event::Accepted(fd) => self.accepted(turn, fd),
+            Event::AcceptEnded(errno) => self.accept_ended(turn, errno),
+            Event::Connected { token, result } => self.connected(turn, token, result),
+            Event::Gone { token } => self.gone(turn, token),
+            Event::Woken => {}
+        }
+    }
+
+    fn wire(&mut self, token: Token) -> Option<&mut Wire> {
+        if is_upstream(token) {
+            self.ups.find(token).map(|up| &mut up.wire)
+        } else {
+            self.downs.find(token).map(|down| &mut down.wire)
+        }
+    }
+
+    fn received(&mut self, turn: Turn<'_>, token: Token, received: Received, armed: bool) {
+        let Some(wire) = self.wire(token) else { return };
+        wire.is_receiving = armed;
+        if wire.is_dead {
+            drop(received);
+            return self.free_if_done(token);
+        }
+        match received {
+            Received::Data(lease) => {
+                self.data(turn, token, lease);
+                self.want_receive_again(token);
+            }
+            Received::Starved => self.starved.push(token),
+            Received::Stopped => self.want_receive_again(token),
+            Received::End => self.ended(turn, token, false),
+            Received::Failed(_) => self.ended(turn, token, true),
+        }
+    }
+
+    fn data(&mut self, turn: Turn<'_>, token: Token, lease: crate::ring::Lease) {
+        if !is_upstream(token) {
+            self.with_session(turn, token, |session, hands| {
+                session.on_client_bytes(hands, lease)
+            });
+            return;
+        }
+        match self.ups.find(token).map(|up| up.usage) {
+            Some(Use::Leg(client)) => {
+                self.with_session(turn, client, |session, hands| {
+                    session.on_worker_bytes(hands, lease)
+                });
+            }
+            // A worker that speaks out of turn is not to be trusted with the next request.
+            _ => self.kill(token),
+        }
+    }
+
+    /// The peer has ended its direction, or the connection broke.
+    fn ended(&mut self, turn: Turn<'_>, token: Token, failed: bool) {
+        if let Some(wire) = self.wire(token) {
+            wire.wants_receive = false;
+        }
+        if is_upstream(token) {
+            match self.ups.find(token).map(|up| up.usage) {
+                Some(Use::Leg(client)) => self.with_session(turn, client, |session, hands| {
+                    session.on_worker_end(hands, failed)
+                }),
+                _ => self.kill(token),
+            }
+            return;
+        }
+        let Some(down) = self.downs.find(token) else {
+            return;
+        };
+        if down.is_lingering || (down.is_finishing && failed) {
+            return self.kill(token);
+        }
+        if down.is_finishing {
+            return;
+        }
+        self.with_session(turn, token, |session, hands| {
+            if failed {
+                session.on_client_gone(hands)
+            } else {
+                session.on_client_end(hands)
+            }
+        });
+    }
+
+    /// A watched client's connection has been reset.
+    fn gone(&mut self, turn: Turn<'_>, token: Token) {
+        let Some(down) = self.downs.find(token) else {
+            return;
+        };
+        down.wire.is_watched = false;
+        if down.wire.is_dead {
+            return self.free_if_done(token);
+        }
+        self.with_session(turn, token, |session, hands| session.on_client_gone(hands));
+    }
+
+    fn sent(
+        &mut self,
+        turn: Turn<'_>,
+        token: Token,
+        result: Result<usize, i32>,
+        mut bytes: Outgoing,
+    ) {
+        let Some(wire) = self.wire(token) else { return };
+        wire.is_sending = false;
+        let len = bytes.bytes().len();
+        let done = match result {
+            Ok(n) => {
+                bytes.advance(n);
+                wire.queued_bytes = wire.queued_bytes.saturating_sub(n);
+                n == len
+            }
+            Err(libc::EAGAIN | libc::EINTR) => false,
+            Err(_) => {
+                self.send_failed(turn, token, bytes);
+                return;
+            }
+        };
+        if wire.is_dead {
+            return self.free_if_done(token);
+        }
+        if !done {
+            // What the socket did not take waits in memory of its own: shared buffers are for receiving.
+            let rest = match bytes {
+                Outgoing::Leased(..) => Outgoing::Heap(bytes.bytes().to_vec(), 0),
+                heap => heap,
+            };
+            wire.queue.push_front(rest);
+        } else if let Outgoing::Heap(buffer, _) = bytes {
+            self.give_back(turn, token, buffer);
+        }
+        self.send_next(token);
+        self.drained(token);
+    }
+
+    /// A buffer has been sent: a request's goes back to its session, others to the shelf.
+    fn give_back(&mut self, turn: Turn<'_>, token: Token, buffer: Vec<u8>) {
+        if is_upstream(token)
+            && let Some(Use::Leg(client)) = self.ups.find(token).map(|up| up.usage)
+        {
+            return self.with_session(turn, client, |session, hands| {
+                session.on_request_sent(hands, buffer)
+            });
+        }
+        self.shelf.put(buffer);
+    }
+
+    fn send_failed(&mut self, turn: Turn<'_>, token: Token, bytes: Outgoing) {
+        let Some(wire) = self.wire(token) else { return };
+        wire.queue.clear();
+        wire.queued_bytes = 0;
+        if wire.is_dead {
+            return self.free_if_done(token);
+        }
+        if is_upstream(token) {
+            // The receive side tells the session: an answer sent before the worker closed may still lie there.
+            if let Outgoing::Heap(buffer, _) = bytes {
+                self.give_back(turn, token, buffer);
+            }
+            let is_receiving = self.ups.find(token).is_some_and(|up| up.wire.is_receiving);
+            if !is_receiving {
+                self.ended(turn, token, true);
+            }
+            return;
+        }
+        let is_closing = self.downs.find(token).is_some_and(|down| down.is_finishing);
+        if is_closing {
+            return self.kill(token);
+        }
+        self.with_session(turn, token, |session, hands| session.on_client_gone(hands));
+    }
+
+    fn connected(&mut self, turn: Turn<'_>, token: Token, result: Result<(), i32>) {
+        let Some(up) = self.ups.find(token) else {
+            return;
+        };
+        up.wire.is_connecting = false;
+        if up.wire.is_dead {
+            return self.free_if_done(token);
+        }
+        let Use::Leg(client) = up.usage else {
+            return self.kill(token);
+        };
+        if result.is_ok() {
+            self.want_receive(token, true);
+            self.with_session(turn, client, |session, hands| session.on_connected(hands));
+        } else {
+            self.with_session(turn, client, |session, hands| {
+                session.on_worker_end(hands, true)
+            });
+        }
+    }
+
+    // ---- accepting ----
+
+    fn accept(&mut self) {
+        if let Some(listener) = &self.listener
+            && !self.is_draining
+        {
+            self.ring.accept(listener.as_raw_fd());
+            self.is_accepting = true;
+        }
+    }
+
+    fn accepted(&mut self, turn: Turn<'_>, fd: OwnedFd) {
+        self.stats().accepted.add(1);
+        if self.downs.len() >= self.connections_max || self.is_stopping {
+            self.stats().closed.add(1);
+            self.complain(
+                "too many connections",
+                &io::Error::other("--max-connections"),
+            );
+            return; // Dropping it closes it.
+        }
+        let client = self.downs.insert(Down {
+            wire: Wire {
+                fd: Some(fd),
+                ..Wire::default()
+            },
+            session: Some(Box::new(Session::new())),
+            leg: None,
+            deadline_ns: u64::MAX,
+            timer_ns: u64::MAX,
+            is_finishing: false,
+            is_lingering: false,
+        });
+        self.want_receive(client, true);
+        self.with_session(turn, client, |session, hands| session.begin(hands));
+    }
+
+    fn accept_ended(&mut self, turn: Turn<'_>, errno: i32) {
+        self.is_accepting = false;
+        if self.is_draining || self.is_stopping {
+            // What the kernel had accepted for us before it stopped is still served.
+            if let Some(listener) = self.listener.take()
+                && listener.set_nonblocking(true).is_ok()
+            {
+                while let Ok((stream, _)) = listener.accept() {
+                    let _ = stream.set_nodelay(true);
+                    self.accepted(turn, stream.into());
+                }
+            }
+            return;
+        }
+        if errno == 0 {
+            return self.accept();
+        }
+        self.complain("accepting pauses", &io::Error::from_raw_os_error(errno));
+        self.accept_again_ns = turn.now_ns + ACCEPT_PAUSE_NS;
+    }
+
+    // ---- timers ----
+
+    fn handle_timers(&mut self, turn: Turn<'_>) {
+        let mut due = Vec::new();
+        self.wheel.advance(turn.now_ns, &mut due);
+        for token in due {
+            let Some(down) = self.downs.find(token) else {
+                continue;
+            };
+            down.timer_ns = u64::MAX;
+            if down.deadline_ns > turn.now_ns {
+                if down.deadline_ns != u64::MAX {
+                    down.timer_ns = self.wheel.insert(token, down.deadline_ns);
+                }
+                continue;
+            }
+            down.deadline_ns = u64::MAX;
+            if down.is_finishing {
+                self.kill(token);
+            } else {
+                self.with_session(turn, token, |session, hands| session.on_deadline(hands));
+            }
+        }
+        if turn.now_ns >= self.swept_ns + SWEEP_NS {
+            self.swept_ns = turn.now_ns;
+            self.sweep(turn);
+        }
+        if !self.is_accepting && turn.now_ns >= self.accept_again_ns {
+            self.accept();
+        }
+    }
+
+    fn sweep(&mut self, turn: Turn<'_>) {
+        let mut old = Vec::new();
+        let timeout = self.shared.config.pool_idle_timeout.as_nanos() as u64;
+        self.idles
+            .expire(turn.now_ns.saturating_sub(timeout), &mut old);
+        self.idles
+            .retain(|slot| turn.fleet.worker(slot).is_some(), &mut old);
+        for token in old {
+            if self.ups.find(token).is_some_and(|up| up.usage == Use::Idle) {
+                self.kill(token);
+            }
+        }
+    }
+
+    // ---- connections ----
+
+    /// Works with a client's session and the world it lives in.
+    fn with_session<R>(
+        &mut self,
+        turn: Turn<'_>,
+        client: Token,
+        work: impl FnOnce(&mut Session, &mut Hands<'_, '_>) -> R,
+    ) {
+        let Some(mut session) = self.downs.find(client).and_then(|down| down.session.take()) else {
+            return;
+        };
+        let mut hands = Hands {
+            core: self,
+            turn,
+            client,
+        };
+        work(&mut session, &mut hands);
+        if let Some(down) = self.downs.find(client) {
+            down.session = Some(session);
+        }
+    }
+
+    /// Queues bytes for a peer and, if it takes too few, stops reading from the other side.
+    fn queue(&mut self, token: Token, bytes: Outgoing) {
+        let limit = self.shared.config.relay_buffer_bytes;
+        let Some(wire) = self.wire(token) else { return };
+        if wire.is_dead || bytes.bytes().is_empty() {
+            return;
+        }
+        wire.queued_bytes += bytes.bytes().len();
+        let over = wire.queued_bytes > limit;
+        if wire.is_sending || !wire.queue.is_empty() {
+            // Behind a send that waits: shared buffers must not wait with it.
+            let bytes = match bytes {
+                Outgoing::Leased(..) => Outgoing::Heap(bytes.bytes().to_vec(), 0),
+                heap => heap,
+            };
+            wire.queue.push_back(bytes);
+        } else {
+            wire.queue.push_back(bytes);
+            self.send_next(token);
+        }
+        if over && let Some(source) = self.source(token) {
+            self.want_receive(source, false);
+        }
+    }
+
+    /// Where the bytes for a peer come from.
+    fn source(&mut self, token: Token) -> Option<Token> {
+        if is_upstream(token) {
+            match self.ups.find(token)?.usage {
+                Use::Leg(client) => Some(client),
+                _ => None,
+            }
+        } else {
+            self.downs.find(token)?.leg
+        }
+    }
+
+    fn send_next(&mut self, token: Token) {
+        let ring = &mut self.ring;
+        let wire = if is_upstream(token) {
+            self.ups.find(token).map(|up| &mut up.wire)
+        } else {
+            self.downs.find(token).map(|down| &mut down.wire)
+        };
+        let Some(wire) = wire else { return };
+        if wire.is_sending {
+            return;
+        }
+        if let (Some(fd), Some(bytes)) = (&wire.fd, wire.queue.pop_front()) {
+            ring.send(token, fd, bytes);
+            wire.is_sending = true;
+        }
+    }
+
+    /// After bytes have left: the other side is read again, or a finished connection closes.
+    fn drained(&mut self, token: Token) {
+        let limit = self.shared.config.relay_buffer_bytes / 2;
+        let Some(wire) = self.wire(token) else { return };
+        if wire.queued_bytes <= limit
+            && let Some(source) = self.source(token)
+        {
+            self.want_receive(source, true);
+        }
+        if !is_upstream(token) {
+            self.finish_if_flushed(token);
+        }
+    }
+
+    /// Arms a receive, or stops one.
+    fn want_receive(&mut self, token: Token, on: bool) {
+        let ring = &mut self.ring;
+        let wire = if is_upstream(token) {
+            self.ups.find(token).map(|up| &mut up.wire)
+        } else {
+            self.downs.find(token).map(|down| &mut down.wire)
+        };
+        let Some(wire) = wire else { return };
+        if on == wire.wants_receive && on == wire.is_receiving || wire.is_dead || wire.is_connecting
+        {
+            return;
+        }
+        wire.wants_receive = on;
+        let Some(fd) = &wire.fd else { return };
+        if on && !wire.is_receiving {
+            ring.receive(token, fd);
+            wire.is_receiving = true;
+        } else if !on && wire.is_receiving {
+            ring.stop_receiving(token);
+        }
+    }
+
+    fn want_receive_again(&mut self, token: Token) {
+        if self
+            .wire(token)
+            .is_some_and(|wire| wire.wants_receive && !wire.is_receiving && !wire.is_dead)
+        {
+            self.want_receive(token, true);
+        }
+    }
+
+    fn rearm_starved(&mut self) {
+        for token in std::mem::take(&mut self.starved) {
+            self.want_receive_again(token);
+        }
+    }
+
+    /// Ends our direction when a finished connection has sent all it had.
+    fn finish_if_flushed(&mut self, token: Token) {
+        let Some(down) = self.downs.find(token) else {
+            return;
+        };
+        if !down.is_finishing
+            || down.is_lingering
+            || down.wire.is_sending
+            || !down.wire.queue.is_empty()
+        {
+            return;
+        }
+        down.is_lingering = true;
+        let peer_has_ended = !down.wire.is_receiving;
+        if let Some(fd) = &down.wire.fd {
+            crate::ring::shutdown_write(fd);
+        }
+        if peer_has_ended {
+            self.kill(token);
+        }
+    }
+
+    /// Ends a connection now; its place is freed when the kernel has let go of it (C3).
+    fn kill(&mut self, token: Token) {
+        let ring = &mut self.ring;
+        let wire = if is_upstream(token) {
+            self.ups.find(token).map(|up| {
+                up.usage = Use::Nobody;
+                &mut up.wire
+            })
+        } else {
+            self.downs.find(token).map(|down| &mut down.wire)
+        };
+        let Some(wire) = wire else { return };
+        if wire.is_dead {
+            return;
+        }
+        wire.is_dead = true;
+        wire.queue.clear();
+        if wire.is_busy()
+            && let Some(fd) = &wire.fd
+        {
+            ring.cancel_all(fd);
+        }
+        self.free_if_done(token);
+    }
+
+    fn free_if_done(&mut self, token: Token) {
+        if self
+            .wire(token)
+            .is_none_or(|wire| !wire.is_dead || wire.is_busy())
+        {
+            return;
+        }
+        if is_upstream(token) {
+            self.ups.remove(token);
+            self.stats().upstream_closed.add(1);
+        } else {
+            self.downs.remove(token);
+            self.stats().closed.add(1);
+        }
+    }
+
+    // ---- draining ----
+
+    fn drain(&mut self, turn: Turn<'_>) {
+        if std::mem::replace(&mut self.is_draining, true) {
+            return;
+        }
+        if self.is_accepting {
+            self.ring.stop_accepting();
+        } else {
+            self.listener = None;
+        }
+        for client in self.downs.tokens() {
+            self.with_session(turn, client, |session, hands| session.on_drain(hands));
+        }
+    }
+
+    fn stop(&mut self) {
+        self.is_draining = true;
+        self.is_stopping = true;
+        if self.is_accepting {
+            self.ring.stop_accepting();
+        } else {
+            self.listener = None;
+        }
+        for token in self.downs.tokens() {
+            self.kill(token);
+        }
+        for token in self.ups.tokens() {
+            self.kill(token);
+        }
+    }
+
+    // ---- the shards ----
+
+    /// Counts a decision.
+    fn note(&self, decision: &Decision, prompt_bytes: u64, length: Option<u64>) {
+        let stats = self.stats();
+        stats.decisions[decision.reason as usize].add(1);
+        let worker = &stats.workers[usize::from(decision.slot.0)];
+        worker.chosen.add(1);
+        if let Some(length) = length {
+            worker.prompt_bytes.add(length.max(1));
+            worker
+                .matched_bytes
+                .add(route::bytes_of_blocks(decision.matched_blocks));
+        }
+        let _ = prompt_bytes;
+    }
+
+    /// Teaches the shards that a worker will hold this prompt. Advice: what does not fit into a mailbox is dropped and counted.
+    fn teach(&mut self, pin: &Pin<'_>, slot: Slot) {
+        let Core {
+            shared,
+            shard,
+            senders,
+            taught,
+            batches,
+            chain,
+            index,
+            ..
+        } = self;
+        route::lessons(&shared.tree, pin, chain, slot, batches, |owner, lesson| {
+            if owner == *index {
+                shard.apply(lesson);
+            } else if let Some(Some(sender)) = senders.get_mut(owner) {
+                match sender.try_send(lesson) {
+                    Ok(()) => taught.push(owner),
+                    Err(_) => shared.cores[*index].stats.lessons_dropped.add(1),
+                }
+            }
+        });
+    }
+
+    fn wake_taught(&mut self) {
+        for owner in self.taught.drain(..) {
+            self.shared.cores[owner].wake_if_asleep();
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! The core's connections: clients and workers, each in a table of places with generations.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+
+use shards::Slot;
+
+use crate::exchange::Session;
+use crate::ring::{Outgoing, Token};
+
+/// Marks a token as a worker's connection; the rest of the index is its place.
+const UPSTREAM: u32 = 1 << 31;
+
+/// Whether a token names a connection to a worker.
+pub fn is_upstream(token: Token) -> bool {
+    token.index & UPSTREAM != 0
+}
+
+/// What both kinds of connection have: a descriptor, a queue of bytes to send, and operations in flight.
+#[derive(Default)]
+pub struct Wire {
+    pub fd: Option<OwnedFd>,
+    /// Bytes that wait behind the send in flight.
+    pub queue: VecDeque<Outgoing>,
+    /// Bytes in the queue, and in the send in flight where it is known.
+    pub queued_bytes: usize,
+    pub is_sending: bool,
+    /// A receive is with the kernel.
+    pub is_receiving: bool,
+    /// A poll for a reset is with the kernel.
+    pub is_watched: bool,
+    /// A receive should be with the kernel.
+    pub wants_receive: bool,
+    /// A connect is with the kernel.
+    pub is_connecting: bool,
+    /// No more is done with it; it is freed when the last operation has come back.
+    pub is_dead: bool,
+}
+
+impl Wire {
+    /// Whether the kernel still works on it.
+    pub fn is_busy(&self) -> bool {
+        self.is_sending || self.is_receiving || self.is_connecting || self.is_watched
+    }
+}
+
+/// A client's connection.
+pub struct Down {
+    pub wire: Wire,
+    /// Taken out while it is being worked with.
+    pub session: Option<Box<Session>>,
+    /// The worker connection of the running leg.
+    pub leg: Option<Token>,
+    pub deadline_ns: u64,
+    /// When the wheel has an entry for it; `u64::MAX`: it has none.
+    pub timer_ns: u64,
+    /// Close once the queue is empty.
+    pub is_finishing: bool,
+    /// Our direction has been ended; what still comes is read and dropped.
+    pub is_lingering: bool,
+}
+
+/// What a worker's connection is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// A leg of the exchange on this client connection.
+    Leg(Token),
+    /// Kept for later.
+    Idle,
+    /// Neither.
+    Nobody,
+}
+
+/// A connection to a worker.
+pub struct Up {
+    pub wire: Wire,
+    pub slot: Slot,
+    pub usage: Use,
+}
+
+struct Place<T> {
+    generation: u32,
+    value: Option<T>,
+}
+
+/// Places with generations: a token of a place's former owner finds nobody.
+pub struct Table<T> {
+    places: Vec<Place<T>>,
+    free: Vec<u32>,
+    mark: u32,
+}
+
+impl<T> Table<T> {
+    /// An empty table of clients.
+    pub fn of_clients() -> Table<T> {
+        Table {
+            places: Vec::new(),
+            free: Vec::new(),
+            mark: 0,
+        }
+    }
+
+    /// An empty table of workers' connections.
+    pub fn of_workers() -> Table<T> {
+        Table {
+            places: Vec::new(),
+            free: Vec::new(),
+            mark: UPSTREAM,
+        }
+    }
+
+    /// Takes a place.
+    pub fn insert(&mut self, value: T) -> Token {
+        let at = self.free.pop().unwrap_or_else(|| {
+            self.places.push(Place {
+                generation: 0,
+                value: None,
+            });
+            self.places.len() as u32 - 1
+        });
+        let place = &mut self.places[at as usize];
+        place.value = Some(value);
+        Token {
+            index: at | self.mark,
+            generation: place.generation,
+        }
+    }
+
+    /// Who is there, if it is still the same.
+    pub fn find(&mut self, token: Token) -> Option<&mut T> {
+        let place = self.places.get_mut((token.index & !UPSTREAM) as usize)?;
+        if place.generation == token.generation {
+            place.value.as_mut()
+        } else {
+            None
+        }
+    }
+
+    /// Frees a place.
+    pub fn remove(&mut self, token: Token) -> Option<T> {
+        let at = token.index & !UPSTREAM;
+        let place = self.places.get_mut(at as usize)?;
+        if place.generation != token.generation {
+            return None;
+        }
+        let value = place.value.take()?;
+        place.generation = (place.generation + 1) & 0xff_ffff;
+        self.free.push(at);
+        Some(value)
+    }
+
+    /// Places taken.
+    pub fn len(&self) -> usize {
+        self.places.len() - self.free.len()
+    }
+
+    /// Names of all that are there.
+    pub fn tokens(&self) -> Vec<Token> {
+        let named = self
+            .places
+            .iter()
+            .enumerate()
+            .filter(|(_, place)| place.value.is_some());
+        named
+            .map(|(at, place)| Token {
+                index: at as u32 | self.mark,
+                generation: place.generation,
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,52 @@
+//! Which endpoint a request is for, and how its body is treated.
+
+use crate::http::request::Method;
+use crate::shared::Route;
+
+/// How a request is treated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// A known inference endpoint: body read whole, scanned, routed by key.
+    Inference(Route),
+    /// A known inference path with a method it does not have.
+    WrongMethod,
+    /// Ours: handed to the control plane.
+    Admin,
+    /// Anything else: passed through.
+    Other,
+}
+
+/// Finds the endpoint of a request.
+pub fn endpoint(method: &Method, target: &[u8]) -> Endpoint {
+    let path = match memchr::memchr(b'?', target) {
+        Some(at) => &target[..at],
+        None => target,
+    };
+    let route = match path {
+        b"/v1/chat/completions" => Route::ChatCompletions,
+        b"/v1/completions" => Route::Completions,
+        b"/v1/embeddings" => Route::Embeddings,
+        b"/v1/responses" => Route::Responses,
+        b"/v1/rerank" | b"/rerank" => Route::Rerank,
+        b"/v1/messages" => Route::Messages,
+        b"/generate" => Route::Generate,
+        b"/inference/v1/generate" => Route::InferenceGenerate,
+        b"/tokenize" => Route::Tokenize,
+        b"/pooling" => Route::Pooling,
+        b"/score" | b"/v1/score" => Route::Score,
+        _ => {
+            let is_admin = std::str::from_utf8(path)
+                .is_ok_and(|path| crate::control::is_admin_path(method.as_str(), path));
+            return if is_admin {
+                Endpoint::Admin
+            } else {
+                Endpoint::Other
+            };
+        }
+    };
+    if *method == Method::Post {
+        Endpoint::Inference(route)
+    } else {
+        Endpoint::WrongMethod
+    }
+}

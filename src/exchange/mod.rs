@@ -1,0 +1,1404 @@
+//! One client connection and its exchanges: a state machine fed with events, answering through [`World`].
+//!
+//! No I/O and no clock of its own: a core drives it with sockets, the tests with a simulation. Owned by the core of the
+//! connection.
+//!
+//! ```text
+//!            head            body whole          seat          connected        answer head      answer's end
+//!   Idle ----------> Reading -----------> choose ----> Dialing --------> Waiting ---------> Relaying ---------> Idle
+//!     |                 \                    |  another worker (nothing sent to the client yet)  /
+//!     |                  \ streamed bodies   +<------------- failed, 429, 5xx ------------------+
+//!     +--> Admin (handed over whole, answered by the control plane)
+//! ```
+//!
+//! Invariants:
+//! - **E1** A count taken for a worker lives in `Exchange::seat` and nowhere else: dropping the exchange gives it back.
+//! - **E2** Nothing is sent to another worker once a byte of an answer has gone to the client.
+//! - **E3** Answers leave in the order of their requests: the next request is looked at when the last exchange is over.
+//! - **E4** A connection whose end of message is in doubt is never used again, on either side.
+
+pub mod endpoint;
+mod world;
+
+use shards::{LoadGuard, Slot};
+
+use crate::http::body::{self, Body, Framing};
+use crate::http::request::{self, Method, Request, Verdict};
+use crate::http::response::{self, Relay};
+use crate::http::{Refusal, reply};
+use crate::route::{self, Fields};
+use crate::shared::{AdminReply, AdminRequest, Outcome, Route};
+use endpoint::Endpoint;
+pub use world::{Ask, Dial, NoSeat, Record, Seat, World};
+
+/// Bytes of pipelined requests that wait behind a running exchange before the client is no longer read.
+const PIPELINE_BYTES_MAX: usize = 64 * 1024;
+/// Bodies of passed-through requests up to this size are read whole, so that they can be sent again.
+const PASS_WHOLE_BYTES_MAX: u64 = 64 * 1024;
+/// What is set aside at once for a body whose length was announced; the rest when it comes.
+const RESERVE_BYTES_MAX: u64 = 4 << 20;
+/// A first part of an answer up to this size is copied behind its head, to leave in one send.
+const JOIN_BYTES_MAX: usize = 16 * 1024;
+/// How long a client that has ended its direction may wait in silence before it is asked whether it is still there.
+const PROBE_AFTER_NS: u64 = 200_000_000;
+/// Room in front of the forwarded fields for request line, Host and Content-Length, besides the target's own length.
+/// A worker's authority and path prefix are at most 512 bytes together (checked when a worker is added).
+const START_BYTES_MAX: usize = 640;
+
+/// One client connection.
+#[derive(Default)]
+pub struct Session {
+    /// Bytes that belong to no request yet.
+    inbox: Vec<u8>,
+    exchange: Option<Box<Exchange>>,
+    /// The client has ended its direction.
+    half_closed: bool,
+    /// No further request is taken.
+    finished: bool,
+    /// Reading was stopped because of pipelined requests.
+    held_back: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// The body is being read whole.
+    Reading,
+    /// The body is handed on as it comes.
+    Streaming,
+    /// All of the request is here or sent; an answer is awaited.
+    Waiting,
+    /// The answer is going to the client.
+    Relaying,
+    /// The control plane has it.
+    Admin,
+}
+
+struct Exchange {
+    state: State,
+    endpoint: Endpoint,
+    route: Route,
+    request: Request,
+    /// `[gap][forwarded fields CRLF][body]`; the gap takes the start of the message once the worker is known.
+    message: Vec<u8>,
+    /// Where the forwarded fields begin, and the body.
+    fields_at: usize,
+    body_at: usize,
+    /// `message` is in the hands of the ring.
+    message_is_out: bool,
+    /// The request's body, as the client frames it.
+    incoming: Body,
+    body_bytes: u64,
+    fields: Option<Fields>,
+    request_id: Vec<u8>,
+    seat: Option<LoadGuard>,
+    slot: Slot,
+    tried: Vec<Slot>,
+    retries: u32,
+    last_failure: u16,
+    leg: Leg,
+    resent: bool,
+    /// Any byte of the current leg's answer was seen.
+    answer_begun: bool,
+    /// Start of an answer's head that has not come whole.
+    partial_head: Vec<u8>,
+    outgoing: Body,
+    relay: Relay,
+    status: u16,
+    worker_keeps: bool,
+    keep_alive: bool,
+    /// What the answer's head leaves of `keep_alive`.
+    answer_keeps: bool,
+    /// The body was read whole: the request can be sent again.
+    is_whole: bool,
+    /// Some of the request has been given to the current or an earlier leg.
+    sent: bool,
+    /// The leg broke while the request was still being sent; what to do is decided when the buffer is back.
+    broken: bool,
+    probed: bool,
+    probe_at_ns: u64,
+    began_ns: u64,
+    complete_ns: u64,
+    first_byte_ns: u64,
+    last_piece_ns: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Leg {
+    None,
+    Connecting,
+    Reused,
+    Fresh,
+}
+
+impl Session {
+    /// A connection that has just been accepted.
+    pub fn new() -> Session {
+        Session::default()
+    }
+
+    /// The connection is open: the first head is awaited.
+    pub fn begin<W: World>(&mut self, world: &mut W) {
+        self.await_request(world);
+    }
+
+    /// Nothing is going on: the connection may be closed without anybody losing anything.
+    pub fn is_idle(&self) -> bool {
+        self.exchange.is_none() && self.inbox.is_empty()
+    }
+
+    // ---- the client's side ----
+
+    /// Bytes of the client.
+    pub fn on_client_bytes<W: World>(&mut self, world: &mut W, piece: W::Piece) {
+        if self.finished && self.exchange.is_none() {
+            return; // Read and dropped, so that what we sent arrives.
+        }
+        match self.exchange.as_ref().map(|x| x.state) {
+            Some(State::Streaming) => self.stream_body(world, piece),
+            Some(State::Reading) => {
+                let used = self.read_body(world, piece.as_ref());
+                self.keep(world, &piece.as_ref()[used..]);
+                self.pump(world);
+            }
+            // An answer came before the request was whole: the rest is read and dropped, the connection will close.
+            Some(_)
+                if self
+                    .exchange
+                    .as_ref()
+                    .is_some_and(|x| !x.incoming.is_done()) => {}
+            Some(_) => self.keep(world, piece.as_ref()),
+            None if self.inbox.is_empty() => {
+                let used = self.consume(world, piece.as_ref());
+                self.keep(world, &piece.as_ref()[used..]);
+                if used > 0 {
+                    self.pump(world);
+                }
+            }
+            None => {
+                let from = self.inbox.len().saturating_sub(3);
+                self.inbox.extend_from_slice(piece.as_ref());
+                // A head that drips in is parsed once, when its end is there (or it is too long), not for every drop.
+                let end = memchr::memmem::find(&self.inbox[from..], b"\n\r\n").is_some()
+                    || memchr::memmem::find(&self.inbox[from..], b"\n\n").is_some();
+                if end || self.inbox.len() > world.config().header_bytes_max {
+                    self.pump(world);
+                }
+            }
+        }
+    }
+
+    /// The client has ended its direction: it may still read (a half-close), or be gone; a reset would tell.
+    pub fn on_client_end<W: World>(&mut self, world: &mut W) {
+        self.half_closed = true;
+        let Some(exchange) = self.exchange.as_mut() else {
+            // A request that never came whole is nobody's loss.
+            self.finished = true;
+            return world.finish();
+        };
+        match exchange.state {
+            State::Reading | State::Streaming => self.on_client_gone(world),
+            State::Admin => {}
+            State::Waiting => {
+                world.watch_client();
+                exchange.probe_at_ns = world.now_ns() + PROBE_AFTER_NS;
+                let at = exchange.probe_at_ns;
+                world.deadline(at);
+            }
+            State::Relaying => {
+                world.watch_client();
+                probe(exchange, world);
+            }
+        }
+    }
+
+    /// The client is gone for certain: whatever runs for it ends at once.
+    pub fn on_client_gone<W: World>(&mut self, world: &mut W) {
+        self.finished = true;
+        self.inbox = Vec::new();
+        if let Some(exchange) = self.exchange.take() {
+            end_leg(&exchange, world, false);
+            finish(*exchange, world, Outcome::ClientGone);
+        }
+        world.abort();
+    }
+
+    /// A time limit has been reached.
+    pub fn on_deadline<W: World>(&mut self, world: &mut W) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            if !self.inbox.is_empty() && !self.finished {
+                let refusal = Refusal::new(
+                    408,
+                    "request_timeout",
+                    "the request's head did not arrive in time",
+                );
+                return self.refuse(world, &refusal);
+            }
+            self.finished = true;
+            return world.finish();
+        };
+        match exchange.state {
+            State::Admin => {}
+            State::Reading | State::Streaming => {
+                let refusal = Refusal::new(
+                    408,
+                    "request_timeout",
+                    "the request's body did not arrive in time",
+                );
+                self.refuse(world, &refusal);
+            }
+            State::Waiting if world.now_ns() < limit(exchange, world) => {
+                // Not the limit yet, but time to ask a silent half-closed client whether it is still there.
+                probe(exchange, world);
+                world.deadline(limit(exchange, world));
+            }
+            State::Waiting => {
+                world.worker_failed(exchange.slot);
+                let refusal =
+                    Refusal::new(504, "worker_timeout", "the worker did not answer in time");
+                self.fail(world, &refusal);
+            }
+            State::Relaying => {
+                world.worker_failed(exchange.slot);
+                self.break_off(world);
+            }
+        }
+    }
+
+    /// The control plane has answered.
+    pub fn on_admin_reply<W: World>(&mut self, world: &mut W, answer: &AdminReply) {
+        let Some(exchange) = self.exchange.take_if(|x| x.state == State::Admin) else {
+            return;
+        };
+        let keep = exchange.keep_alive && !world.is_draining();
+        let is_head = exchange.request.method == Method::Head;
+        let mut headers = answer.headers.clone();
+        headers.push(("x-request-id".to_string(), exchange.request_id.clone()));
+        world.send(reply::write(
+            answer.status,
+            &headers,
+            &answer.body,
+            keep,
+            is_head,
+        ));
+        let outcome = match answer.status {
+            ..400 => Outcome::Ok,
+            400..500 => Outcome::ClientError,
+            _ => Outcome::WorkerError,
+        };
+        finish(*exchange, world, outcome);
+        self.next(world, keep);
+    }
+
+    /// The router drains: an idle connection ends now, a busy one after its answer.
+    pub fn on_drain<W: World>(&mut self, world: &mut W) {
+        if self.is_idle() && !self.finished {
+            self.finished = true;
+            world.finish();
+        }
+    }
+
+    // ---- the worker's side ----
+
+    /// The connection of the leg is there.
+    pub fn on_connected<W: World>(&mut self, world: &mut W) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        exchange.leg = Leg::Fresh;
+        self.held_back = false;
+        send_message(exchange, world);
+    }
+
+    /// The request has left, or failed to; the buffer comes back. The receive side tells what became of it.
+    pub fn on_request_sent<W: World>(&mut self, world: &mut W, bytes: Vec<u8>) {
+        match self.exchange.as_mut() {
+            Some(exchange) if exchange.message_is_out => {
+                exchange.message_is_out = false;
+                if exchange.state == State::Relaying {
+                    return world.recycle(bytes);
+                }
+                exchange.message = bytes;
+                if std::mem::take(&mut exchange.broken) {
+                    self.on_worker_end(world, true);
+                }
+            }
+            _ => world.recycle(bytes),
+        }
+    }
+
+    /// Bytes of the worker.
+    pub fn on_worker_bytes<W: World>(&mut self, world: &mut W, piece: W::Piece) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        exchange.answer_begun = true;
+        if exchange.state == State::Relaying {
+            return self.relay(world, piece, 0);
+        }
+        if exchange.partial_head.is_empty() {
+            self.answer(world, piece);
+        } else {
+            let mut whole = std::mem::take(&mut exchange.partial_head);
+            whole.extend_from_slice(piece.as_ref());
+            drop(piece);
+            self.answer_from(world, whole);
+        }
+    }
+
+    /// The worker has ended its direction, or the leg broke (`failed`: connect refused, reset, send error).
+    pub fn on_worker_end<W: World>(&mut self, world: &mut W, failed: bool) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        if exchange.state == State::Relaying {
+            if !failed && exchange.outgoing.ends_with_connection() {
+                if exchange.relay == Relay::Chunks {
+                    world.send(b"0\r\n\r\n".to_vec());
+                }
+                exchange.worker_keeps = false;
+                return self.complete(world);
+            }
+            world.worker_failed(exchange.slot);
+            return self.break_off(world);
+        }
+        if exchange.message_is_out {
+            exchange.broken = true;
+            return world.break_leg();
+        }
+        world.end_leg(false);
+        if exchange.leg == Leg::Reused
+            && !exchange.answer_begun
+            && !exchange.resent
+            && can_replay(exchange)
+        {
+            // The worker closed an idle connection just as we used it: no failure of anybody (RFC 9112 section 9.3.1).
+            exchange.resent = true;
+            world.count_resend();
+            let slot = exchange.slot;
+            return self.dial(world, slot, true);
+        }
+        exchange.leg = Leg::None;
+        let slot = exchange.slot;
+        world.worker_failed(slot);
+        if !self.retry(world, 0) {
+            self.fail(
+                world,
+                &Refusal::new(
+                    502,
+                    "worker_failed",
+                    "the worker could not be reached or broke off",
+                ),
+            );
+        }
+    }
+
+    // ---- requests ----
+
+    fn await_request<W: World>(&mut self, world: &mut W) {
+        let wait = if self.inbox.is_empty() {
+            world.config().keepalive_timeout
+        } else {
+            world.config().header_read_timeout
+        };
+        let at = world.now_ns() + wait.as_nanos() as u64;
+        world.deadline(at);
+    }
+
+    /// Keeps bytes that belong to a later request.
+    fn keep<W: World>(&mut self, world: &mut W, rest: &[u8]) {
+        if self.finished || rest.is_empty() {
+            return;
+        }
+        let began = self.inbox.is_empty();
+        self.inbox.extend_from_slice(rest);
+        if self.exchange.is_none() {
+            if began {
+                self.await_request(world);
+            }
+        } else if self.inbox.len() > PIPELINE_BYTES_MAX && !self.held_back {
+            self.held_back = true;
+            world.read_client(false);
+        }
+    }
+
+    /// Takes requests out of the inbox as long as none is running.
+    fn pump<W: World>(&mut self, world: &mut W) {
+        while self.exchange.is_none() && !self.finished && !self.inbox.is_empty() {
+            let bytes = std::mem::take(&mut self.inbox);
+            let used = self.consume(world, &bytes);
+            if !self.finished {
+                // What stands here now came from nowhere else: consume keeps nothing itself.
+                self.inbox = if used == 0 {
+                    bytes
+                } else {
+                    bytes[used..].to_vec()
+                };
+            }
+            if used == 0 {
+                break;
+            }
+        }
+        if self.held_back && self.inbox.len() <= PIPELINE_BYTES_MAX {
+            self.held_back = false;
+            world.read_client(true);
+        }
+        if self.half_closed && self.exchange.is_none() && !self.finished {
+            self.finished = true;
+            world.finish();
+        }
+    }
+
+    /// Looks for one request at the start of `bytes`; how many bytes it took (head, and body as far as it is here).
+    fn consume<W: World>(&mut self, world: &mut W, bytes: &[u8]) -> usize {
+        // RFC 9112 section 2.2: an empty line before a request is skipped.
+        let skipped = bytes
+            .iter()
+            .take_while(|b| **b == b'\r' || **b == b'\n')
+            .count();
+        let bytes = &bytes[skipped..];
+        if bytes.is_empty() {
+            return skipped;
+        }
+        // Room for the start of the message, whose length is bounded by what came.
+        let line_bytes = memchr::memchr(b'\n', bytes).unwrap_or(bytes.len());
+        let fields_at = line_bytes + START_BYTES_MAX;
+        let mut message = world.buffer();
+        message.resize(fields_at, 0);
+        let config = world.config();
+        let limits = request::Limits {
+            head_bytes: config.header_bytes_max,
+            field_count: config.header_count_max,
+        };
+        match request::parse(bytes, limits, &config.request_id_headers, &mut message) {
+            Verdict::Partial => {
+                world.recycle(message);
+                0
+            }
+            Verdict::Refused(refusal) => {
+                world.recycle(message);
+                world.count_malformed();
+                self.refuse(world, &refusal);
+                skipped + bytes.len()
+            }
+            Verdict::Complete(request, len) => {
+                self.open(world, request, message, fields_at);
+                skipped + len + self.read_body(world, &bytes[len..])
+            }
+        }
+    }
+
+    /// Begins an exchange for a parsed head.
+    fn open<W: World>(
+        &mut self,
+        world: &mut W,
+        request: Request,
+        mut message: Vec<u8>,
+        fields_at: usize,
+    ) {
+        let endpoint = endpoint::endpoint(&request.method, &request.target);
+        let route = match endpoint {
+            Endpoint::Inference(route) => route,
+            Endpoint::Admin => Route::Admin,
+            Endpoint::WrongMethod | Endpoint::Other => Route::Other,
+        };
+        let mut request_id = Vec::new();
+        match &request.request_id {
+            Some(range) => request_id.extend_from_slice(&message[range.clone()]),
+            None => {
+                world.make_request_id(route, &mut request_id);
+                message.extend_from_slice(b"x-request-id: ");
+                message.extend_from_slice(&request_id);
+                message.extend_from_slice(b"\r\n");
+            }
+        }
+        if let Some(key) = world
+            .config()
+            .api_key
+            .as_ref()
+            .filter(|_| !request.has_authorization)
+        {
+            message.extend_from_slice(b"authorization: Bearer ");
+            message.extend_from_slice(key.expose().as_bytes());
+            message.extend_from_slice(b"\r\n");
+        }
+        let whole = match (endpoint, request.framing) {
+            (Endpoint::Other, Framing::Length(n)) => n <= PASS_WHOLE_BYTES_MAX,
+            (Endpoint::Other, Framing::Chunked) => false,
+            _ => true,
+        };
+        if !whole && request.framing == Framing::Chunked {
+            message.extend_from_slice(b"transfer-encoding: chunked\r\n");
+        }
+        message.extend_from_slice(b"\r\n");
+        let now = world.now_ns();
+        let exchange = Exchange {
+            state: if whole {
+                State::Reading
+            } else {
+                State::Streaming
+            },
+            endpoint,
+            route,
+            fields_at,
+            body_at: message.len(),
+            message,
+            message_is_out: false,
+            incoming: Body::new(request.framing),
+            body_bytes: 0,
+            fields: None,
+            request_id,
+            seat: None,
+            slot: Slot(0),
+            tried: Vec::new(),
+            retries: 0,
+            last_failure: 0,
+            leg: Leg::None,
+            resent: false,
+            answer_begun: false,
+            partial_head: Vec::new(),
+            outgoing: Body::new(Framing::None),
+            relay: Relay::Nothing,
+            status: 0,
+            worker_keeps: false,
+            keep_alive: request.keep_alive,
+            answer_keeps: request.keep_alive,
+            is_whole: whole,
+            sent: false,
+            broken: false,
+            probed: false,
+            probe_at_ns: u64::MAX,
+            began_ns: now,
+            complete_ns: now,
+            first_byte_ns: 0,
+            last_piece_ns: now,
+            request,
+        };
+        self.exchange = Some(Box::new(exchange));
+        self.admit(world);
+    }
+
+    /// What can be said of a request by its head alone.
+    fn admit<W: World>(&mut self, world: &mut W) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        if exchange.endpoint == Endpoint::WrongMethod {
+            let mut refusal = Refusal::new(405, "method_not_allowed", "this endpoint takes POST");
+            refusal.allow = Some("POST");
+            return self.refuse(world, &refusal);
+        }
+        let limit = body_limit(exchange, world);
+        if let Framing::Length(n) = exchange.request.framing {
+            if n > limit {
+                return self.refuse(world, &too_large(limit));
+            }
+            if exchange.state == State::Reading {
+                let message = std::mem::take(&mut exchange.message);
+                exchange.message = world.grow(message, n.min(RESERVE_BYTES_MAX) as usize);
+            }
+        }
+        if exchange.request.expects_continue && !exchange.incoming.is_done() {
+            world.send(b"HTTP/1.1 100 Continue\r\n\r\n".to_vec());
+        }
+        if exchange.state == State::Streaming {
+            self.seat(world);
+        }
+    }
+
+    /// Feeds bytes to a body that is read whole (or, streamed, waits for its connection); how many were used.
+    fn read_body<W: World>(&mut self, world: &mut W, bytes: &[u8]) -> usize {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return 0;
+        };
+        match exchange.state {
+            State::Reading => {}
+            State::Streaming => return self.stream_early(world, bytes),
+            _ => return 0,
+        }
+        let limit = body_limit(exchange, world);
+        let Exchange {
+            incoming,
+            message,
+            body_at,
+            ..
+        } = &mut **exchange;
+        let result = incoming.feed(bytes, |data| {
+            if (message.len() - *body_at) as u64 <= limit {
+                message.extend_from_slice(data);
+            }
+        });
+        match result {
+            Err(body::Broken) => {
+                world.count_malformed();
+                self.refuse(world, &Refusal::framing("the chunked body is malformed"));
+                bytes.len()
+            }
+            Ok(_) if (exchange.message.len() - exchange.body_at) as u64 > limit => {
+                self.refuse(world, &too_large(limit));
+                bytes.len()
+            }
+            Ok(progress) if progress.done => {
+                exchange.body_bytes = (exchange.message.len() - exchange.body_at) as u64;
+                self.dispatch(world);
+                progress.consumed
+            }
+            Ok(progress) => {
+                let at = world.now_ns() + world.config().body_read_timeout.as_nanos() as u64;
+                world.deadline(at);
+                progress.consumed
+            }
+        }
+    }
+
+    /// The request is here whole.
+    fn dispatch<W: World>(&mut self, world: &mut W) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        exchange.complete_ns = world.now_ns();
+        exchange.state = State::Waiting;
+        match exchange.endpoint {
+            Endpoint::Admin => self.hand_over(world),
+            Endpoint::Inference(_) => match route::scan(&exchange.message[exchange.body_at..]) {
+                Ok(fields) => {
+                    exchange.fields = Some(fields);
+                    self.seat(world);
+                }
+                Err(e) => {
+                    world.count_malformed();
+                    let message = format!("the body is not a JSON object: {}", e.message());
+                    self.refuse_and_go_on(world, &Refusal::new(400, "invalid_json", message));
+                }
+            },
+            _ => self.seat(world),
+        }
+    }
+
+    fn hand_over<W: World>(&mut self, world: &mut W) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        exchange.state = State::Admin;
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let headers = header_list(&exchange.message[exchange.fields_at..exchange.body_at]);
+        let request = AdminRequest {
+            core: 0,
+            token: 0,
+            method: exchange.request.method.as_str().to_string(),
+            target: text(&exchange.request.target),
+            headers,
+            body: exchange.message[exchange.body_at..].to_vec(),
+        };
+        world.deadline(u64::MAX);
+        if !world.hand_over(request) {
+            self.refuse_and_go_on(
+                world,
+                &Refusal::new(503, "busy", "the control plane is busy"),
+            );
+        }
+    }
+
+    // ---- attempts ----
+
+    /// Chooses a worker, takes its count, and begins the leg.
+    fn seat<W: World>(&mut self, world: &mut W) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        match choose(exchange, world) {
+            Ok(slot) => self.dial(world, slot, false),
+            Err(why) => {
+                let refusal = no_seat(why, model(exchange).as_deref());
+                let outcome = if why == NoSeat::UnknownModel {
+                    Outcome::Refused
+                } else {
+                    Outcome::NoWorker
+                };
+                self.refuse_with(world, &refusal, outcome, true);
+            }
+        }
+    }
+
+    fn dial<W: World>(&mut self, world: &mut W, slot: Slot, fresh: bool) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        exchange.answer_begun = false;
+        exchange.partial_head.clear();
+        if !write_start(exchange, world, slot) {
+            return self.on_worker_end(world, true);
+        }
+        match world.dial(slot, fresh) {
+            Dial::Reused => {
+                exchange.leg = Leg::Reused;
+                send_message(exchange, world);
+            }
+            Dial::Connecting => {
+                exchange.leg = Leg::Connecting;
+                let at = world.now_ns() + world.config().connect_timeout.as_nanos() as u64;
+                world.deadline(at);
+            }
+            Dial::Refused => self.on_worker_end(world, true),
+        }
+    }
+
+    /// Another worker, if this request may still go to one. `status`: of an answer that is not passed on; 0: none came.
+    fn retry<W: World>(&mut self, world: &mut W, status: u16) -> bool {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return false;
+        };
+        let most = world.config().retry.retries_max;
+        // The same plain 500 from two workers is the request's doing; a third would not help, only suffer.
+        let poison = status == 500 && exchange.last_failure == 500;
+        if exchange.retries >= most || poison || !can_replay(exchange) {
+            return false;
+        }
+        exchange.last_failure = status;
+        exchange.tried.push(exchange.slot);
+        let Ok(slot) = choose(exchange, world) else {
+            return false;
+        };
+        end_leg(exchange, world, false);
+        exchange.leg = Leg::None;
+        exchange.retries += 1;
+        exchange.resent = false;
+        world.count_retry();
+        self.dial(world, slot, false);
+        true
+    }
+
+    // ---- answers ----
+
+    fn answer<W: World>(&mut self, world: &mut W, piece: W::Piece) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        let mut out = world.buffer();
+        match read_head(exchange, world, piece.as_ref(), &mut out) {
+            Head::Partial => {
+                exchange.partial_head.extend_from_slice(piece.as_ref());
+                world.recycle(out);
+            }
+            Head::Interim(len) => {
+                let rest = piece.as_ref()[len..].to_vec();
+                world.recycle(out);
+                if !rest.is_empty() {
+                    self.answer_from(world, rest);
+                }
+            }
+            Head::Broken => {
+                world.recycle(out);
+                self.worker_broke_framing(world);
+            }
+            Head::Final { len, retryable } => {
+                let status = exchange.status;
+                if retryable && self.retry(world, status) {
+                    return world.recycle(out);
+                }
+                let rest = piece.as_ref().len() - len;
+                if rest <= JOIN_BYTES_MAX {
+                    self.begin_answer(world, out, &piece.as_ref()[len..]);
+                } else {
+                    self.begin_answer(world, out, &[]);
+                    self.relay(world, piece, len);
+                }
+            }
+        }
+    }
+
+    /// The same from bytes of our own, when a head did not come in one piece.
+    fn answer_from<W: World>(&mut self, world: &mut W, mut whole: Vec<u8>) {
+        loop {
+            let Some(exchange) = self.exchange.as_mut() else {
+                return;
+            };
+            let mut out = world.buffer();
+            match read_head(exchange, world, &whole, &mut out) {
+                Head::Partial => {
+                    exchange.partial_head = whole;
+                    return world.recycle(out);
+                }
+                Head::Interim(len) => {
+                    whole.drain(..len);
+                    world.recycle(out);
+                    if whole.is_empty() {
+                        return;
+                    }
+                }
+                Head::Broken => {
+                    world.recycle(out);
+                    return self.worker_broke_framing(world);
+                }
+                Head::Final { len, retryable } => {
+                    let status = exchange.status;
+                    if retryable && self.retry(world, status) {
+                        return world.recycle(out);
+                    }
+                    return self.begin_answer(world, out, &whole[len..]);
+                }
+            }
+        }
+    }
+
+    fn worker_broke_framing<W: World>(&mut self, world: &mut W) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        world.worker_failed(exchange.slot);
+        self.fail(
+            world,
+            &Refusal::new(502, "bad_answer", "the worker's answer was malformed"),
+        );
+    }
+
+    /// The head goes to the client, and what came of the body with it.
+    fn begin_answer<W: World>(&mut self, world: &mut W, mut out: Vec<u8>, rest: &[u8]) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        exchange.state = State::Relaying;
+        exchange.keep_alive = exchange.answer_keeps;
+        let now = world.now_ns();
+        exchange.first_byte_ns = now;
+        exchange.last_piece_ns = now;
+        if let Some(seat) = &exchange.seat {
+            seat.activate();
+        }
+        if !exchange.message_is_out {
+            world.recycle(std::mem::take(&mut exchange.message));
+        }
+        let joined = join(exchange, rest, &mut out);
+        world.send(out);
+        let added = world.clock_ns().saturating_sub(now);
+        world.record_added(added);
+        let Ok(progress) = joined else {
+            return self.break_off(world);
+        };
+        if progress.done {
+            exchange.worker_keeps &= progress.consumed == rest.len();
+            return self.complete(world);
+        }
+        let at = limit(exchange, world);
+        world.deadline(at);
+        if self.half_closed && !exchange.probed {
+            probe(exchange, world);
+        }
+    }
+
+    /// The next piece of an answer.
+    fn relay<W: World>(&mut self, world: &mut W, piece: W::Piece, from: usize) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        let now = world.now_ns();
+        if from == 0 {
+            world.record_gap(now - exchange.last_piece_ns);
+        }
+        exchange.last_piece_ns = now;
+        let bytes = &piece.as_ref()[from..];
+        let piece_len = bytes.len();
+        let progress = if exchange.relay == Relay::AsIs {
+            let result = exchange.outgoing.feed(bytes, |_| {});
+            if let Ok(progress) = &result
+                && progress.consumed > 0
+            {
+                let to = from + progress.consumed;
+                world.send_piece(piece, from, to);
+            }
+            result
+        } else {
+            let mut out = world.buffer();
+            let result = join(exchange, bytes, &mut out);
+            if out.is_empty() {
+                world.recycle(out)
+            } else {
+                world.send(out)
+            }
+            result
+        };
+        match progress {
+            Err(body::Broken) => {
+                world.worker_failed(exchange.slot);
+                self.break_off(world);
+            }
+            Ok(progress) if progress.done => {
+                exchange.worker_keeps &= progress.consumed == piece_len;
+                self.complete(world);
+            }
+            Ok(_) => {
+                let at = limit(exchange, world);
+                world.deadline(at);
+            }
+        }
+    }
+
+    /// The answer has gone out whole.
+    fn complete<W: World>(&mut self, world: &mut W) {
+        let Some(exchange) = self.exchange.take() else {
+            return;
+        };
+        // An answer that came before the whole request had been taken leaves both connections in doubt (E4).
+        let request_is_whole = exchange.incoming.is_done();
+        end_leg(
+            &exchange,
+            world,
+            exchange.worker_keeps && request_is_whole && !exchange.message_is_out,
+        );
+        let keep = exchange.keep_alive && request_is_whole && !world.is_draining();
+        let outcome = match exchange.status {
+            ..400 => Outcome::Ok,
+            400..500 => Outcome::ClientError,
+            _ => Outcome::WorkerError,
+        };
+        finish(*exchange, world, outcome);
+        self.next(world, keep);
+    }
+
+    /// The answer cannot be completed: the client must be able to tell, so its connection is reset, its body unended.
+    fn break_off<W: World>(&mut self, world: &mut W) {
+        let Some(exchange) = self.exchange.take() else {
+            return;
+        };
+        end_leg(&exchange, world, false);
+        finish(*exchange, world, Outcome::Broken);
+        self.finished = true;
+        world.abort();
+    }
+
+    /// No answer of a worker will come: ours does.
+    fn fail<W: World>(&mut self, world: &mut W, refusal: &Refusal) {
+        self.refuse_with(world, refusal, Outcome::WorkerFailed, true);
+    }
+
+    /// Refuses a request whose bytes may not all have been read: the connection closes.
+    fn refuse<W: World>(&mut self, world: &mut W, refusal: &Refusal) {
+        self.refuse_with(world, refusal, Outcome::Refused, false);
+    }
+
+    /// Refuses a request that was read whole: the connection lives on.
+    fn refuse_and_go_on<W: World>(&mut self, world: &mut W, refusal: &Refusal) {
+        self.refuse_with(world, refusal, Outcome::Refused, true);
+    }
+
+    fn refuse_with<W: World>(
+        &mut self,
+        world: &mut W,
+        refusal: &Refusal,
+        outcome: Outcome,
+        may_keep: bool,
+    ) {
+        let mut keep = false;
+        let mut is_head = false;
+        if let Some(exchange) = self.exchange.take() {
+            end_leg(&exchange, world, false);
+            keep = may_keep
+                && exchange.keep_alive
+                && exchange.incoming.is_done()
+                && !world.is_draining();
+            is_head = exchange.request.method == Method::Head;
+            finish(*exchange, world, outcome);
+        }
+        world.send(refusal.write(keep, is_head));
+        self.next(world, keep);
+    }
+
+    /// After an exchange: the next request, or the end.
+    fn next<W: World>(&mut self, world: &mut W, keep: bool) {
+        if !keep {
+            self.finished = true;
+            self.inbox = Vec::new();
+            return world.finish();
+        }
+        self.await_request(world);
+        if !self.inbox.is_empty() || self.half_closed {
+            self.pump(world);
+        }
+    }
+
+    // ---- bodies that are handed on as they come ----
+
+    /// Body bytes that came with the head: they wait behind it for the connection.
+    fn stream_early<W: World>(&mut self, world: &mut W, bytes: &[u8]) -> usize {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return 0;
+        };
+        if exchange.message_is_out || exchange.leg == Leg::Fresh || exchange.leg == Leg::Reused {
+            let mut out = world.buffer();
+            let result = reframe(exchange, bytes, &mut out);
+            if out.is_empty() {
+                world.recycle(out)
+            } else {
+                world.send_worker(out)
+            }
+            return self.streamed(world, result);
+        }
+        let mut message = std::mem::take(&mut exchange.message);
+        let result = reframe(exchange, bytes, &mut message);
+        exchange.message = message;
+        // Not before the connection is there: what waits here stays bounded.
+        if !exchange.incoming.is_done() {
+            self.held_back = true;
+            world.read_client(false);
+        }
+        self.streamed(world, result)
+    }
+
+    fn stream_body<W: World>(&mut self, world: &mut W, piece: W::Piece) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        let is_plain = matches!(exchange.request.framing, Framing::Length(_));
+        let connected = exchange.leg == Leg::Fresh || exchange.leg == Leg::Reused;
+        if is_plain && connected {
+            let len = piece.as_ref().len();
+            let result = exchange.incoming.feed(piece.as_ref(), |_| {});
+            let rest = result
+                .ok()
+                .filter(|p| p.consumed < len)
+                .map(|p| piece.as_ref()[p.consumed..].to_vec());
+            if let Ok(progress) = result
+                && progress.consumed > 0
+            {
+                world.send_worker_piece(piece, 0, progress.consumed);
+            }
+            self.streamed(world, result);
+            if let Some(rest) = rest {
+                self.keep(world, &rest);
+            }
+            return;
+        }
+        let used = self.stream_early(world, piece.as_ref());
+        self.keep(world, &piece.as_ref()[used..]);
+    }
+
+    fn streamed<W: World>(
+        &mut self,
+        world: &mut W,
+        result: Result<body::Progress, body::Broken>,
+    ) -> usize {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return 0;
+        };
+        match result {
+            Err(body::Broken) => {
+                world.count_malformed();
+                self.refuse(world, &Refusal::framing("the chunked body is malformed"));
+                0
+            }
+            Ok(progress) => {
+                exchange.body_bytes += progress.consumed as u64;
+                let limit = world.config().body_bytes_max as u64;
+                if exchange.body_bytes > limit {
+                    self.refuse(world, &too_large(limit));
+                    return 0;
+                }
+                if progress.done {
+                    exchange.state = State::Waiting;
+                    exchange.complete_ns = world.now_ns();
+                    let at = self::limit(exchange, world);
+                    world.deadline(at);
+                } else {
+                    let at = world.now_ns() + world.config().body_read_timeout.as_nanos() as u64;
+                    world.deadline(at);
+                }
+                progress.consumed
+            }
+        }
+    }
+}
+
+/// The model the request asks for.
+fn model(exchange: &Exchange) -> Option<std::borrow::Cow<'_, str>> {
+    let fields = exchange.fields.as_ref()?;
+    route::as_str(&exchange.message[exchange.body_at..], fields.model)
+}
+
+/// Chooses a worker and takes its count; an earlier attempt's count is given back by being replaced.
+fn choose<W: World>(exchange: &mut Exchange, world: &mut W) -> Result<Slot, NoSeat> {
+    let body = &exchange.message[exchange.body_at..];
+    let model = model(exchange);
+    let seat = world.choose(Ask {
+        route: exchange.route,
+        key: exchange.fields.as_ref().map(|f| (body, f)),
+        model: model.as_deref(),
+        prompt_bytes: body.len() as u64,
+        tried: &exchange.tried,
+    })?;
+    drop(model);
+    exchange.seat = Some(seat.guard);
+    exchange.slot = seat.slot;
+    Ok(seat.slot)
+}
+
+/// What the start of an answer was.
+enum Head {
+    Partial,
+    Interim(usize),
+    Final { len: usize, retryable: bool },
+    Broken,
+}
+
+fn read_head<W: World>(
+    exchange: &mut Exchange,
+    world: &mut W,
+    bytes: &[u8],
+    out: &mut Vec<u8>,
+) -> Head {
+    let client = response::Client {
+        is_http10: exchange.request.is_http10,
+        is_head: exchange.request.method == Method::Head,
+        keep_alive: exchange.keep_alive && exchange.incoming.is_done() && !world.is_draining(),
+        request_id: &exchange.request_id,
+    };
+    match response::parse(bytes, client, out) {
+        Err(response::Broken(_)) => Head::Broken,
+        Ok(None) => Head::Partial,
+        // We asked for no other protocol.
+        Ok(Some((head, ..))) if head.status == 101 => Head::Broken,
+        Ok(Some((head, ..))) if head.status < 200 => {
+            // A client that asked for 100 has had ours; others go on as they came, to clients that can read them.
+            if head.status != 100 && !exchange.request.is_http10 {
+                world.send(bytes[..head.len_bytes].to_vec());
+            }
+            Head::Interim(head.len_bytes)
+        }
+        Ok(Some((head, relay, keep_alive))) => {
+            exchange.status = head.status;
+            exchange.relay = relay;
+            exchange.outgoing = Body::new(head.framing);
+            exchange.worker_keeps = head.keep_alive && head.framing != Framing::Close;
+            exchange.answer_keeps = keep_alive;
+            let retryable = matches!(head.status, 429 | 500 | 502 | 503 | 504);
+            Head::Final {
+                len: head.len_bytes,
+                retryable,
+            }
+        }
+    }
+}
+
+/// Puts body bytes behind `out` as the client is to get them.
+fn join(
+    exchange: &mut Exchange,
+    bytes: &[u8],
+    out: &mut Vec<u8>,
+) -> Result<body::Progress, body::Broken> {
+    match exchange.relay {
+        Relay::Nothing => Ok(body::Progress {
+            consumed: 0,
+            done: true,
+        }),
+        Relay::AsIs => {
+            let progress = exchange.outgoing.feed(bytes, |_| {})?;
+            out.extend_from_slice(&bytes[..progress.consumed]);
+            Ok(progress)
+        }
+        Relay::Unframed => exchange
+            .outgoing
+            .feed(bytes, |data| out.extend_from_slice(data)),
+        Relay::Chunks => exchange.outgoing.feed(bytes, |data| push_chunk(out, data)),
+    }
+}
+
+/// Puts a request's body bytes behind `out` as the worker is to get them.
+fn reframe(
+    exchange: &mut Exchange,
+    bytes: &[u8],
+    out: &mut Vec<u8>,
+) -> Result<body::Progress, body::Broken> {
+    if exchange.request.framing != Framing::Chunked {
+        return exchange
+            .incoming
+            .feed(bytes, |data| out.extend_from_slice(data));
+    }
+    let progress = exchange
+        .incoming
+        .feed(bytes, |data| push_chunk(out, data))?;
+    if progress.done {
+        out.extend_from_slice(b"0\r\n\r\n");
+    }
+    Ok(progress)
+}
+
+fn push_chunk(out: &mut Vec<u8>, data: &[u8]) {
+    if data.is_empty() {
+        return;
+    }
+    use std::io::Write;
+    let _ = write!(out, "{:x}\r\n", data.len());
+    out.extend_from_slice(data);
+    out.extend_from_slice(b"\r\n");
+}
+
+/// Writes request line, Host and length into the gap, right before the forwarded fields. `message` is then complete
+/// from `fields_at - start` on; the gap's used part begins where `message_start` says.
+fn write_start<W: World>(exchange: &mut Exchange, world: &mut W, slot: Slot) -> bool {
+    let mut start = world.buffer();
+    {
+        let Some((authority, prefix)) = world.worker_address(slot) else {
+            return false;
+        };
+        start.extend_from_slice(exchange.request.method.as_str().as_bytes());
+        start.push(b' ');
+        start.extend_from_slice(prefix.as_bytes());
+        start.extend_from_slice(&exchange.request.target);
+        start.extend_from_slice(b" HTTP/1.1\r\nhost: ");
+        start.extend_from_slice(authority.as_bytes());
+        start.extend_from_slice(b"\r\n");
+    }
+    let length = match (exchange.state, exchange.request.framing) {
+        (State::Streaming, Framing::Length(n)) => Some(n),
+        (State::Streaming, _) => None,
+        (_, Framing::None) if exchange.request.method != Method::Post => None,
+        _ => Some(exchange.body_bytes),
+    };
+    if let Some(n) = length {
+        start.extend_from_slice(b"content-length: ");
+        reply::push_number(&mut start, n);
+        start.extend_from_slice(b"\r\n");
+    }
+    let Some(from) = exchange
+        .fields_at
+        .checked_sub(start.len())
+        .filter(|n| *n >= 8)
+    else {
+        world.recycle(start);
+        return false;
+    };
+    exchange.message[from..exchange.fields_at].copy_from_slice(&start);
+    // The first bytes of the gap remember where the message begins: the buffer travels alone while it is sent.
+    exchange.message[..8].copy_from_slice(&(from as u64).to_le_bytes());
+    world.recycle(start);
+    true
+}
+
+/// Where a message begins in its buffer.
+pub fn message_start(message: &[u8]) -> usize {
+    message
+        .first_chunk::<8>()
+        .map_or(0, |b| u64::from_le_bytes(*b) as usize)
+}
+
+fn send_message<W: World>(exchange: &mut Exchange, world: &mut W) {
+    let message = std::mem::take(&mut exchange.message);
+    exchange.message_is_out = true;
+    exchange.sent = true;
+    world.send_message(message);
+    let added = world.clock_ns().saturating_sub(exchange.complete_ns);
+    if exchange.state == State::Waiting && exchange.retries == 0 {
+        world.record_added(added);
+    }
+    if exchange.state == State::Streaming {
+        world.read_client(true);
+        let at = world.now_ns() + world.config().body_read_timeout.as_nanos() as u64;
+        world.deadline(at);
+    } else {
+        let at = limit(exchange, world).min(exchange.probe_at_ns.max(world.now_ns()));
+        world.deadline(at);
+    }
+}
+
+/// A request can be sent (again) as long as all of it, or all that has come of it, is here.
+fn can_replay(exchange: &Exchange) -> bool {
+    let is_here = !exchange.message_is_out && !exchange.message.is_empty();
+    is_here && (!exchange.sent || (exchange.is_whole && exchange.state == State::Waiting))
+}
+
+/// The time by which the worker must show progress: connecting, the first byte, and then each further one.
+fn limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
+    let config = world.config();
+    if exchange.leg == Leg::Connecting {
+        return exchange.complete_ns + config.connect_timeout.as_nanos() as u64;
+    }
+    let since = match exchange.state {
+        State::Relaying => exchange.last_piece_ns,
+        _ => exchange.complete_ns,
+    };
+    since + config.request_timeout.as_nanos() as u64
+}
+
+fn body_limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
+    match exchange.endpoint {
+        Endpoint::Admin => world.config().admin_body_bytes_max as u64,
+        _ => world.config().body_bytes_max as u64,
+    }
+}
+
+fn too_large(limit: u64) -> Refusal {
+    Refusal::new(
+        413,
+        "request_too_large",
+        format!("the body is larger than {limit} bytes"),
+    )
+}
+
+fn no_seat(why: NoSeat, model: Option<&str>) -> Refusal {
+    match why {
+        NoSeat::UnknownModel => {
+            let shown: String = model.unwrap_or("").chars().take(128).collect();
+            Refusal::new(
+                404,
+                "model_not_found",
+                format!("The model `{shown}` does not exist."),
+            )
+        }
+        NoSeat::NoneEligible => Refusal::new(
+            503,
+            "no_available_workers",
+            "no worker can take this request now",
+        ),
+        NoSeat::AllTried => Refusal::new(502, "worker_failed", "every worker failed this request"),
+    }
+}
+
+/// Asks a client that has ended its direction whether it still reads, with bytes that mean nothing to one that does: an
+/// interim answer before the head (RFC 9110 section 15.2: any client of HTTP/1.1 must be able to skip it), or a leading
+/// zero of the next chunk's size within a chunked body. A closed socket answers with a reset.
+fn probe<W: World>(exchange: &mut Exchange, world: &mut W) {
+    if exchange.probed || exchange.request.is_http10 {
+        return;
+    }
+    let bytes: &[u8] = match exchange.state {
+        State::Waiting => b"HTTP/1.1 100 Continue\r\n\r\n",
+        State::Relaying if exchange.relay == Relay::Chunks => b"0",
+        State::Relaying if exchange.outgoing.is_between_chunks() => b"0",
+        _ => return,
+    };
+    exchange.probed = true;
+    exchange.probe_at_ns = u64::MAX;
+    world.send(bytes.to_vec());
+}
+
+fn header_list(fields: &[u8]) -> Vec<(String, Vec<u8>)> {
+    let mut headers = Vec::new();
+    for line in fields.split(|b| *b == b'\n') {
+        let line = line.strip_suffix(b"\r").unwrap_or(line);
+        if let Some(at) = memchr::memchr(b':', line) {
+            let name = String::from_utf8_lossy(&line[..at]).into_owned();
+            headers.push((name, line[at + 1..].trim_ascii().to_vec()));
+        }
+    }
+    headers
+}
+
+fn end_leg<W: World>(exchange: &Exchange, world: &mut W, keep: bool) {
+    if exchange.leg != Leg::None {
+        world.end_leg(keep);
+    }
+}
+
+/// Records the end of an exchange; dropping it gives the count back (E1).
+fn finish<W: World>(mut exchange: Exchange, world: &mut W, outcome: Outcome) {
+    if exchange.route != Route::Admin {
+        world.record(Record {
+            route: exchange.route,
+            outcome,
+            duration_ns: world.now_ns().saturating_sub(exchange.began_ns),
+            first_byte_ns: exchange.first_byte_ns.saturating_sub(exchange.complete_ns),
+        });
+    }
+    let message = std::mem::take(&mut exchange.message);
+    if message.capacity() > 0 {
+        world.recycle(message);
+    }
+}

@@ -1,0 +1,143 @@
+//! What an exchange may do to the world around it. Implemented by a core with sockets, and by a simulation with a fake
+//! clock: the state machine is the same under both.
+
+use shards::{LoadGuard, Slot};
+
+use crate::config::Config;
+use crate::route::Fields;
+use crate::shared::{AdminRequest, Outcome, Route};
+
+/// What is asked of the policy.
+#[derive(Debug)]
+pub struct Ask<'a> {
+    /// The endpoint.
+    pub route: Route,
+    /// Body and its fields, where the request has a key.
+    pub key: Option<(&'a [u8], &'a Fields)>,
+    /// The model asked for.
+    pub model: Option<&'a str>,
+    /// Bytes of the body, for the books.
+    pub prompt_bytes: u64,
+    /// Workers that have already failed this request.
+    pub tried: &'a [Slot],
+}
+
+/// A worker and the count taken for it, one step.
+pub struct Seat {
+    /// The worker.
+    pub slot: Slot,
+    /// Gives the count back when dropped.
+    pub guard: LoadGuard,
+}
+
+/// Why there is no seat.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoSeat {
+    /// No worker, healthy or not, serves this model.
+    UnknownModel,
+    /// Workers serve it, none may get requests now; or there is no worker at all.
+    NoneEligible,
+    /// All eligible ones have been tried.
+    AllTried,
+}
+
+/// How a leg begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dial {
+    /// A kept-alive connection is ours; bytes may be sent now.
+    Reused,
+    /// A connection is being made; `on_connected` or `on_worker_failed` will follow.
+    Connecting,
+    /// None can be made (no descriptor, or the worker has gone from the fleet).
+    Refused,
+}
+
+/// What one exchange was, at its end.
+#[derive(Clone, Copy, Debug)]
+pub struct Record {
+    /// Endpoint family.
+    pub route: Route,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// First byte in to last byte out, ns.
+    pub duration_ns: u64,
+    /// Request complete to first byte of the answer, ns; 0: none came.
+    pub first_byte_ns: u64,
+}
+
+/// The world of one session: its client connection, and the worker connection of its current leg.
+pub trait World {
+    /// A piece of received bytes.
+    type Piece: AsRef<[u8]>;
+
+    /// The frozen configuration.
+    fn config(&self) -> &Config;
+    /// Time at the start of this turn, ns since an arbitrary start.
+    fn now_ns(&self) -> u64;
+    /// Time now, ns on the same scale; a clock is read.
+    fn clock_ns(&self) -> u64;
+    /// No new requests on any connection.
+    fn is_draining(&self) -> bool;
+    /// A fresh request id, appended.
+    fn make_request_id(&mut self, route: Route, out: &mut Vec<u8>);
+
+    /// An empty buffer, recycled if there is one.
+    fn buffer(&mut self) -> Vec<u8>;
+    /// The same bytes in a buffer with room for that many more.
+    fn grow(&mut self, buffer: Vec<u8>, more: usize) -> Vec<u8>;
+    /// Takes a buffer back.
+    fn recycle(&mut self, buffer: Vec<u8>);
+
+    /// Queues bytes for the client.
+    fn send(&mut self, bytes: Vec<u8>);
+    /// Queues a part of a received piece for the client.
+    fn send_piece(&mut self, piece: Self::Piece, from: usize, to: usize);
+    /// Closes the client's connection once all queued bytes have left; reads on for a moment so that they arrive.
+    fn finish(&mut self);
+    /// Ends the client's connection now, visibly: a reset.
+    fn abort(&mut self);
+    /// Reads from the client, or stops reading.
+    fn read_client(&mut self, on: bool);
+    /// Watches a half-closed client for a reset: `on_client_gone` follows if one comes.
+    fn watch_client(&mut self);
+    /// When `on_deadline` is due; `u64::MAX`: never.
+    fn deadline(&mut self, at_ns: u64);
+
+    /// Chooses a worker and takes its count.
+    ///
+    /// # Errors
+    /// Nobody may get this request.
+    fn choose(&mut self, ask: Ask<'_>) -> Result<Seat, NoSeat>;
+    /// `Host` and path prefix of a worker; `None`: it has gone from the fleet.
+    fn worker_address(&self, slot: Slot) -> Option<(&str, &str)>;
+    /// Begins a leg; `fresh`: not on a kept-alive connection.
+    fn dial(&mut self, slot: Slot, fresh: bool) -> Dial;
+    /// Queues a request for the worker, from [`super::message_start`] on; it comes back through `on_request_sent`.
+    fn send_message(&mut self, message: Vec<u8>);
+    /// Queues more bytes for the worker.
+    fn send_worker(&mut self, bytes: Vec<u8>);
+    /// Queues a part of a received piece for the worker.
+    fn send_worker_piece(&mut self, piece: Self::Piece, from: usize, to: usize);
+    /// Breaks the leg's connection; bytes being sent come back through `on_request_sent`.
+    fn break_leg(&mut self);
+    /// Ends the leg; `keep`: its connection is in a clean state and may serve again.
+    fn end_leg(&mut self, keep: bool);
+
+    /// Hands a request over to the control plane; `false`: it is too busy.
+    fn hand_over(&mut self, request: AdminRequest) -> bool;
+
+    /// A worker failed an attempt.
+    fn worker_failed(&mut self, slot: Slot);
+    /// A reused connection had died; the request was sent again.
+    fn count_resend(&mut self);
+    /// The request went to another worker.
+    fn count_retry(&mut self);
+    /// A request was refused as malformed.
+    fn count_malformed(&mut self);
+    /// The router's own added time of one half of an exchange, ns.
+    fn record_added(&mut self, ns: u64);
+    /// The time between two pieces of an answer, ns.
+    fn record_gap(&mut self, ns: u64);
+    /// An exchange is over.
+    fn record(&mut self, record: Record);
+}

@@ -1,0 +1,61 @@
+//! Corelane: a router for LLM inference. It sends each request to the worker that already holds its prompt's prefix,
+//! unless that very worker is the hot one.
+//!
+//! # One request, from accept to close
+//!
+//! 1. **accept** Each core has its own listener (SO_REUSEPORT) and its own io_uring. A connection that a core accepts
+//!    stays there until it closes ([`core`], [`ring`]).
+//! 2. **head** The bytes lie in one of the core's shared receive buffers. [`exchange::Session`] looks for a head with
+//!    [`http::request::parse`], which takes the strict reading of RFC 9112 and copies the end-to-end fields right behind
+//!    a gap in a fresh buffer: the request as it will go on.
+//! 3. **endpoint** [`exchange::endpoint`] says how it is treated: inference (body read whole), ours (handed over to
+//!    [`control`] whole), anything else (passed through).
+//! 4. **body** It is put behind the fields in the same buffer. Nothing is re-serialised: the worker gets the client's bytes.
+//! 5. **scan** One pass over the JSON finds the fields that matter and refuses what is no JSON ([`route::scan`]).
+//! 6. **key** The prompt's raw bytes become a chain of block hashes ([`route::chain`]).
+//! 7. **find, score, pick** [`route::decide`] asks the shards (`shards::Tree`, read without a lock from any core) who holds
+//!    the longest prefix, compares the thresholds with *that* worker's load, and picks.
+//! 8. **seat** `shards::LoadGuard::acquire_at` takes the count if the load is still the one the choice was made on; else
+//!    the choice is made anew. The guard lives in the exchange and gives the count back on every way out.
+//! 9. **lesson** What the chosen worker does not have yet goes to the owners of the shards, by mailbox ([`route::lessons`]).
+//! 10. **forward** Request line, `Host` and length are written into the gap, and the buffer leaves over a kept-alive
+//!     connection of this core ([`upstream`]) or a new one.
+//! 11. **relay** The answer's head is written anew ([`http::response`]); its body goes on as it comes, from the buffer it
+//!     was received into. [`http::Body`] only follows the framing to know the end. A slow client stops the reading from
+//!     its worker.
+//! 12. **release** The exchange is recorded and dropped; both connections are kept if both sides allow.
+//!
+//! # Layers (arrows down only; `tests/layering.rs` checks it)
+//!
+//! ```text
+//! main -> core, control, demo      core -> ring, exchange, upstream     exchange -> http, route
+//! control -> config, shared        route -> shards                      http -> httparse
+//! ```
+//!
+//! `shared` is what both planes see; `config` is read by all.
+//!
+//! # Invariants
+//!
+//! Ids stand at the top of the file that keeps them: B* books, T* tree, P* publish (crate `shards`), R* ring, C* core,
+//! E* exchange. Each of `shards`' has its loom model in `loom_tests`.
+#![deny(missing_docs)]
+#![warn(clippy::dbg_macro, clippy::todo, clippy::unimplemented)]
+
+pub mod config;
+pub mod control;
+pub mod core;
+#[forbid(unsafe_code)]
+pub mod demo;
+pub mod doctor;
+#[forbid(unsafe_code)]
+pub mod exchange;
+#[forbid(unsafe_code)]
+pub mod http;
+pub mod ring;
+#[forbid(unsafe_code)]
+pub mod route;
+pub mod shared;
+mod start;
+pub mod upstream;
+
+pub use start::{Router, StartError, start};

@@ -1,0 +1,153 @@
+//! The core's shared receive buffers: a provided buffer ring (io_uring, Linux 5.19), and the lease of one buffer.
+//!
+//! Owned by one core; every receive of that core takes its buffer from here at the moment data is there, so a quiet
+//! connection holds none. Invariant R1: a buffer is either in the kernel's ring, or leased by exactly one [`Lease`].
+
+use std::cell::Cell;
+use std::io;
+use std::ptr::NonNull;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU16, Ordering};
+
+use io_uring::IoUring;
+use io_uring::types::BufRingEntry;
+
+/// The one buffer group of a core's ring.
+pub(super) const GROUP: u16 = 0;
+
+/// An anonymous, page-aligned mapping.
+struct Mapping {
+    start: NonNull<u8>,
+    len_bytes: usize,
+}
+
+impl Mapping {
+    fn new(len_bytes: usize) -> io::Result<Mapping> {
+        // SAFETY: a fresh anonymous mapping; no memory of ours is touched.
+        let start = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len_bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let start = NonNull::new(start.cast()).ok_or_else(io::Error::last_os_error)?;
+        Ok(Mapping { start, len_bytes })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and whoever could reach into it (ring, leases) holds an Rc to its owner.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.len_bytes) };
+    }
+}
+
+/// The pool behind the leases.
+pub(super) struct Pool {
+    entries: Mapping,
+    memory: Mapping,
+    buffer_bytes: usize,
+    mask: u16,
+    tail: Cell<u16>,
+}
+
+impl Pool {
+    /// Maps `count` buffers of `buffer_bytes` and gives all of them to the kernel. `count` is rounded up to a power of two.
+    pub(super) fn new(uring: &IoUring, count: u16, buffer_bytes: usize) -> io::Result<Rc<Pool>> {
+        let count = count.clamp(1, 1 << 14).next_power_of_two();
+        let pool = Pool {
+            entries: Mapping::new(usize::from(count) * size_of::<BufRingEntry>())?,
+            memory: Mapping::new(usize::from(count) * buffer_bytes)?,
+            buffer_bytes,
+            mask: count - 1,
+            tail: Cell::new(0),
+        };
+        // SAFETY: the ring of entries is page-aligned, `count` entries long, and outlives the io_uring: the ring keeps
+        // an Rc to this pool and is dropped before it (see `Ring`'s field order).
+        unsafe {
+            uring.submitter().register_buf_ring_with_flags(
+                pool.entries.start.as_ptr() as u64,
+                count,
+                GROUP,
+                0,
+            )?;
+        }
+        for id in 0..count {
+            pool.put(id);
+        }
+        Ok(Rc::new(pool))
+    }
+
+    fn at(&self, id: u16) -> NonNull<u8> {
+        // SAFETY: id <= mask, so the offset stays inside the mapping of (mask + 1) * buffer_bytes.
+        unsafe {
+            self.memory
+                .start
+                .add(usize::from(id & self.mask) * self.buffer_bytes)
+        }
+    }
+
+    /// Gives a buffer back to the kernel.
+    fn put(&self, id: u16) {
+        let tail = self.tail.get();
+        let entries: *mut BufRingEntry = self.entries.start.as_ptr().cast();
+        // SAFETY: the index is masked, so the entry lies inside the mapping; the kernel reads an entry only after it
+        // has seen the tail move past it, which the Release store below publishes.
+        unsafe {
+            let entry = &mut *entries.add(usize::from(tail & self.mask));
+            entry.set_addr(self.at(id).as_ptr() as u64);
+            entry.set_len(self.buffer_bytes as u32);
+            entry.set_bid(id);
+            let shared = &*BufRingEntry::tail(entries).cast::<AtomicU16>();
+            // ORDERING: Release; the kernel's acquire load of the tail carries the entry written above.
+            shared.store(tail.wrapping_add(1), Ordering::Release);
+        }
+        self.tail.set(tail.wrapping_add(1));
+    }
+
+    /// Takes the lease of a buffer that a completion named.
+    pub(super) fn lease(self: &Rc<Pool>, id: u16, len_bytes: usize) -> Lease {
+        debug_assert!(len_bytes <= self.buffer_bytes);
+        Lease {
+            pool: self.clone(),
+            id,
+            len_bytes: len_bytes.min(self.buffer_bytes) as u32,
+        }
+    }
+}
+
+/// One received piece: bytes in a shared buffer, given back when this is dropped.
+pub struct Lease {
+    pool: Rc<Pool>,
+    id: u16,
+    len_bytes: u32,
+}
+
+impl AsRef<[u8]> for Lease {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: R1: the kernel gave this buffer up with the completion and gets it back in Drop only; len_bytes was
+        // written by the kernel and is bounded by the buffer's size.
+        unsafe {
+            std::slice::from_raw_parts(self.pool.at(self.id).as_ptr(), self.len_bytes as usize)
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.pool.put(self.id);
+    }
+}
+
+impl std::fmt::Debug for Lease {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Lease({} bytes)", self.len_bytes)
+    }
+}

@@ -1,0 +1,152 @@
+//! Sockets and descriptors for the ring: made, set up and ended with plain system calls, which are not on a request's way.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+use socket2::{Domain, Protocol, Socket, Type};
+
+/// Makes an eventfd, the doorbell wire of a core.
+///
+/// # Errors
+/// When no descriptor is left.
+pub fn eventfd() -> io::Result<OwnedFd> {
+    // SAFETY: no pointers; the result is checked before it becomes an owned descriptor.
+    unsafe {
+        let fd = libc::eventfd(0, libc::EFD_CLOEXEC);
+        if fd < 0 {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(OwnedFd::from_raw_fd(fd))
+        }
+    }
+}
+
+/// Adds one to an eventfd. A failure (the counter is full) means that a wake-up is pending anyway.
+pub fn signal(fd: &OwnedFd) {
+    let one = 1u64;
+    // SAFETY: eight bytes of a local are read.
+    let _ = unsafe { libc::write(fd.as_raw_fd(), (&raw const one).cast(), 8) };
+}
+
+/// Binds one listener a core on one address with SO_REUSEPORT. Port 0 takes a free one, the same for all.
+///
+/// # Errors
+/// The address is taken (also by another process that set SO_REUSEPORT: two routers must not share a port unknowingly),
+/// or cannot be bound.
+pub fn listeners(address: SocketAddr, count: usize, backlog: i32) -> io::Result<Vec<TcpListener>> {
+    let first = bind(address, true, backlog)?;
+    let address = first.local_addr()?;
+    let mut all = vec![first];
+    for _ in 1..count {
+        all.push(bind(address, false, backlog)?);
+    }
+    Ok(all)
+}
+
+fn bind(address: SocketAddr, probe: bool, backlog: i32) -> io::Result<TcpListener> {
+    let make = |reuse_port: bool, address: SocketAddr| -> io::Result<Socket> {
+        let socket = Socket::new(
+            Domain::for_address(address),
+            Type::STREAM,
+            Some(Protocol::TCP),
+        )?;
+        socket.set_reuse_address(true)?;
+        socket.set_reuse_port(reuse_port)?;
+        socket.bind(&address.into())?;
+        Ok(socket)
+    };
+    let mut address = address;
+    if probe {
+        // Without SO_REUSEPORT this fails if anyone listens there, whatever flags they set.
+        let trial = make(false, address)?;
+        trial.listen(1)?;
+        address = trial.local_addr()?.as_socket().unwrap_or(address);
+    }
+    let socket = make(true, address)?;
+    socket.listen(backlog)?;
+    Ok(socket.into())
+}
+
+/// A socket for an upstream connection: close-on-exec, no delay, keep-alive probes.
+pub(super) fn upstream(address: &SocketAddr) -> io::Result<OwnedFd> {
+    let socket = Socket::new(
+        Domain::for_address(*address),
+        Type::STREAM,
+        Some(Protocol::TCP),
+    )?;
+    socket.set_tcp_nodelay(true)?;
+    socket.set_keepalive(true)?;
+    Ok(socket.into())
+}
+
+/// Sets up an accepted connection.
+pub(super) fn accepted(fd: i32) -> OwnedFd {
+    // SAFETY: the descriptor came from an accept completion, and nobody else owns it.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let on: libc::c_int = 1;
+    // SAFETY: a plain integer option is read from a local. Failure leaves the default, which is correct, only slower.
+    unsafe {
+        libc::setsockopt(
+            fd.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_NODELAY,
+            (&raw const on).cast(),
+            size_of::<libc::c_int>() as u32,
+        );
+    }
+    fd
+}
+
+/// Ends both directions now; pending receives and sends complete. The descriptor stays ours.
+pub fn shutdown(fd: &OwnedFd) {
+    // SAFETY: no pointers.
+    unsafe { libc::shutdown(fd.as_raw_fd(), libc::SHUT_RDWR) };
+}
+
+/// Ends our direction once everything sent has left.
+pub fn shutdown_write(fd: &OwnedFd) {
+    // SAFETY: no pointers.
+    unsafe { libc::shutdown(fd.as_raw_fd(), libc::SHUT_WR) };
+}
+
+/// Makes the coming close a reset, so that the peer cannot take what it got for complete.
+pub fn reset_on_close(fd: &OwnedFd) {
+    let linger = libc::linger {
+        l_onoff: 1,
+        l_linger: 0,
+    };
+    // SAFETY: the option is read from a local of its own type.
+    unsafe {
+        libc::setsockopt(
+            fd.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_LINGER,
+            (&raw const linger).cast(),
+            size_of::<libc::linger>() as u32,
+        );
+    }
+}
+
+/// Raises the limit of open files to the hard limit and says what it is now.
+pub fn raise_descriptor_limit() -> u64 {
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: the struct is a local of the right type; both calls only read or write it.
+    unsafe {
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) != 0 {
+            return 1024;
+        }
+        let wanted = libc::rlimit {
+            rlim_cur: limit.rlim_max,
+            rlim_max: limit.rlim_max,
+        };
+        if libc::setrlimit(libc::RLIMIT_NOFILE, &wanted) == 0 {
+            limit.rlim_max
+        } else {
+            limit.rlim_cur
+        }
+    }
+}

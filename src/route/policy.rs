@@ -1,0 +1,452 @@
+//! The policies: filter, then choose, with a reason. Runs on the core that has the request; reads the books and the
+//! tree, writes nothing but its core's own [`Turn`].
+//!
+//! No policy allocates once its scratch has grown, and none walks the candidates more than a few times. Loads move
+//! while they are read; that is why a decision carries the load it saw (R3) and why nothing here relies on two reads
+//! of one load being equal.
+
+use shards::{Books, Pin, PrefixHash, Slot, Tree};
+
+use super::candidates::Candidates;
+use super::key::bytes_of_blocks;
+use super::reason::Reason;
+
+/// Which policy chooses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PolicyKind {
+    /// The worker that holds the longest prefix, unless it is overloaded. The default.
+    CacheAware,
+    /// One after the other.
+    RoundRobin,
+    /// Any.
+    Random,
+    /// The less loaded of two.
+    PowerOfTwo,
+    /// The least loaded of all.
+    LeastLoaded,
+}
+
+impl PolicyKind {
+    /// All of them.
+    pub const ALL: [PolicyKind; 5] = [
+        PolicyKind::CacheAware,
+        PolicyKind::RoundRobin,
+        PolicyKind::Random,
+        PolicyKind::PowerOfTwo,
+        PolicyKind::LeastLoaded,
+    ];
+
+    /// The word of `--policy` and of metrics; vllm-router's where it has one.
+    pub fn name(self) -> &'static str {
+        match self {
+            PolicyKind::CacheAware => "cache_aware",
+            PolicyKind::RoundRobin => "round_robin",
+            PolicyKind::Random => "random",
+            PolicyKind::PowerOfTwo => "power_of_two",
+            PolicyKind::LeastLoaded => "least_loaded",
+        }
+    }
+
+    /// The policy of that name.
+    pub fn parse(name: &str) -> Option<PolicyKind> {
+        PolicyKind::ALL.into_iter().find(|policy| policy.name() == name)
+    }
+}
+
+/// What the operator set.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Which policy.
+    pub policy: PolicyKind,
+    /// `--cache-threshold`: the share of the prompt (0 to 1) that a match has to exceed to count.
+    pub cache_threshold: f64,
+    /// `--balance-abs-threshold`: requests by which a load has to exceed the least one to be overload.
+    pub balance_abs_threshold: u32,
+    /// `--balance-rel-threshold`: how many times the least load it has to exceed, too.
+    pub balance_rel_threshold: f64,
+    /// `--common-prefix-threshold`: the share of the prompt that a match ending at a fork has to exceed to count as
+    /// this prompt's own. 0: every match counts as its own.
+    pub common_prefix_threshold: f64,
+}
+
+impl Default for Settings {
+    /// vllm-router's defaults (0.1.17); the last threshold is ours.
+    fn default() -> Settings {
+        Settings {
+            policy: PolicyKind::CacheAware,
+            cache_threshold: 0.3,
+            balance_abs_threshold: 64,
+            balance_rel_threshold: 1.5,
+            common_prefix_threshold: 0.8,
+        }
+    }
+}
+
+/// How many requests each worker has in flight, read at the moment of choice.
+pub trait Loads {
+    /// Requests in flight in a slot.
+    fn load(&self, slot: Slot) -> u32;
+}
+
+impl Loads for Books {
+    #[inline]
+    fn load(&self, slot: Slot) -> u32 {
+        self.in_flight(slot)
+    }
+}
+
+/// A longest match.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// Blocks of the prompt from its start; at least one.
+    pub blocks: usize,
+    /// Three or more different continuations of the last of these blocks are known.
+    pub is_fork: bool,
+    /// Nobody has used that block for some time.
+    pub is_stale: bool,
+}
+
+/// Who holds how much of one prompt.
+pub trait Prefixes {
+    /// The deepest block that a worker holds which `accept` takes. `holders` is cleared and gets those workers that
+    /// hold it and are taken. `None`: there is no such block, and `holders` is empty.
+    fn find<A: FnMut(Slot) -> bool>(&self, accept: A, holders: &mut Vec<Slot>) -> Option<Found>;
+}
+
+/// One prompt in the prefix tree.
+pub struct TreePrefixes<'a> {
+    /// The tree, read side.
+    pub tree: &'a Tree,
+    /// This core's pin of the tree's domain.
+    pub pin: &'a Pin<'a>,
+    /// The prompt's chain.
+    pub chain: &'a [PrefixHash],
+}
+
+impl Prefixes for TreePrefixes<'_> {
+    fn find<A: FnMut(Slot) -> bool>(&self, mut accept: A, holders: &mut Vec<Slot>) -> Option<Found> {
+        holders.clear();
+        let found = self.tree.find(self.pin, self.chain, &mut accept)?;
+        holders.extend(found.holders().filter(|slot| accept(*slot)));
+        // The owner may have taken the last holder away, or its load may have moved, since `find` looked.
+        if holders.is_empty() {
+            return None;
+        }
+        Some(Found { blocks: found.blocks, is_fork: found.is_fork(), is_stale: found.is_stale() })
+    }
+}
+
+/// One core's own state of the policies.
+#[derive(Clone, Debug)]
+pub struct Turn {
+    /// Counts the choices of `round_robin`. Starts anywhere, so that cores do not march in step.
+    pub round_robin: u64,
+    rng: Rng,
+}
+
+impl Turn {
+    /// `seed` should differ from core to core.
+    pub fn new(seed: u64) -> Turn {
+        let mut rng = Rng::new(seed);
+        Turn { round_robin: rng.next() >> 1, rng }
+    }
+}
+
+/// SplitMix64 (Steele, Lea and Flood 2014): one addition and two multiplications a number, any seed is good. Not for
+/// secrets.
+#[derive(Clone, Debug)]
+pub struct Rng(u64);
+
+impl Rng {
+    /// The same seed gives the same numbers.
+    pub fn new(seed: u64) -> Rng {
+        Rng(seed)
+    }
+
+    /// The next number.
+    #[allow(clippy::should_implement_trait, reason = "a generator has no end, an iterator may")]
+    #[inline]
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// A number below `limit`, uniform but for one part in 2^64 / limit. 0 when `limit` is 0.
+    #[inline]
+    pub fn below(&mut self, limit: usize) -> usize {
+        ((u128::from(self.next()) * limit as u128) >> 64) as usize
+    }
+}
+
+/// A worker, and why it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Decision {
+    /// The worker's slot.
+    pub slot: Slot,
+    /// Its load when it was chosen: reserve with `LoadGuard::acquire_at`, and decide again if it has changed.
+    pub seen: u32,
+    /// Why.
+    pub reason: Reason,
+    /// Blocks of the prompt that the look-up found this worker to hold. 0 also when it holds fewer than the match that
+    /// was looked at.
+    pub matched_blocks: usize,
+}
+
+/// Chooses a worker. `None`: every candidate has been tried, or there is none.
+///
+/// `key` is the prompt's place in the tree with its length in bytes, as [`chain`](super::chain) gave it; only
+/// `cache_aware` looks at it. `exclude` are workers this request was on already. `scratch` is reused by the caller.
+pub fn decide<P: Prefixes, L: Loads>(
+    settings: &Settings,
+    key: Option<(&P, u64)>,
+    candidates: &Candidates,
+    exclude: &[Slot],
+    loads: &L,
+    turn: &mut Turn,
+    scratch: &mut Vec<Slot>,
+) -> Option<Decision> {
+    let field = Entrants { candidates, exclude, loads };
+    let (chosen, reason) = match settings.policy {
+        PolicyKind::CacheAware => return cache_aware(settings, key, &field, &mut turn.rng, scratch),
+        PolicyKind::RoundRobin => (field.next_in_turn(&mut turn.round_robin)?, Reason::RoundRobin),
+        PolicyKind::Random => (field.any(&mut turn.rng)?, Reason::Random),
+        PolicyKind::PowerOfTwo => (field.better_of_two(&mut turn.rng)?, Reason::PowerOfTwo),
+        PolicyKind::LeastLoaded => (field.least_loaded(&mut turn.rng)?, Reason::LeastLoaded),
+    };
+    Some(chosen.because(reason, 0))
+}
+
+/// The rule of vllm-project/router pull request 238, with one refinement.
+///
+/// It asks about this request's worker, not about the fleet: vllm-router 0.1.17 switches affinity off for everybody as
+/// soon as any one worker is far above any other.
+///
+/// The refinement: a match that ends at a fork, where many prompts go on differently, is a system prompt and no
+/// conversation. By the bare rule every new conversation would follow the one before it to the worker that saw the
+/// system prompt first, for as long as that worker has fewer than 64 requests in flight, while the others stand idle;
+/// the prefix itself is soon everywhere and cheap to prefill once more. So such a match counts as this prompt's own
+/// only if it is nearly all of the prompt. Otherwise load decides, and who holds the prefix wins among equals.
+fn cache_aware<P: Prefixes, L: Loads>(
+    settings: &Settings,
+    key: Option<(&P, u64)>,
+    field: &Entrants<'_, L>,
+    rng: &mut Rng,
+    holders: &mut Vec<Slot>,
+) -> Option<Decision> {
+    let Some((prefixes, length_bytes)) = key else {
+        return Some(field.least_loaded(rng)?.because(Reason::NoKey, 0));
+    };
+    match value_of(settings, prefixes.find(|slot| field.has(slot), holders), length_bytes) {
+        Match::Own(blocks) => {
+            let wanted = field.least_loaded_of(holders, rng)?;
+            if !field.is_overloaded(settings, wanted.load) {
+                return Some(wanted.because(Reason::Affinity, blocks));
+            }
+            shed(settings, prefixes, length_bytes, field, rng, holders)
+        }
+        Match::Common(blocks) => {
+            field.least_loaded_holder_first(holders, blocks, Reason::SpreadCommonPrefix, rng)
+        }
+        Match::Nothing => Some(field.least_loaded(rng)?.because(Reason::Cold, 0)),
+    }
+}
+
+/// The worker wanted is overloaded: the longest match elsewhere, by the same measures.
+fn shed<P: Prefixes, L: Loads>(
+    settings: &Settings,
+    prefixes: &P,
+    length_bytes: u64,
+    field: &Entrants<'_, L>,
+    rng: &mut Rng,
+    holders: &mut Vec<Slot>,
+) -> Option<Decision> {
+    let least = field.least_load();
+    let may_take = |slot| field.has(slot) && !is_overload(settings, field.loads.load(slot), least);
+    match value_of(settings, prefixes.find(may_take, holders), length_bytes) {
+        Match::Own(blocks) => {
+            Some(field.least_loaded_of(holders, rng)?.because(Reason::ShedToWarm, blocks))
+        }
+        Match::Common(blocks) => {
+            field.least_loaded_holder_first(holders, blocks, Reason::ShedToLeastLoaded, rng)
+        }
+        Match::Nothing => Some(field.least_loaded(rng)?.because(Reason::ShedToLeastLoaded, 0)),
+    }
+}
+
+/// What a match is worth to this prompt, with its blocks.
+enum Match {
+    Own(usize),
+    Common(usize),
+    Nothing,
+}
+
+fn value_of(settings: &Settings, found: Option<Found>, length_bytes: u64) -> Match {
+    let Some(found) = found else { return Match::Nothing };
+    // Divided, not multiplied out: a quotient equal to the threshold then compares equal to it.
+    let share = bytes_of_blocks(found.blocks) as f64 / length_bytes as f64;
+    if share <= settings.cache_threshold {
+        Match::Nothing
+    } else if found.is_fork && share <= settings.common_prefix_threshold {
+        Match::Common(found.blocks)
+    } else {
+        Match::Own(found.blocks)
+    }
+}
+
+/// Both conditions, strictly, against the least load among the entrants (pull request 238).
+#[inline]
+fn is_overload(settings: &Settings, load: u32, least: u32) -> bool {
+    load.saturating_sub(least) > settings.balance_abs_threshold
+        && f64::from(load) > settings.balance_rel_threshold * f64::from(least)
+}
+
+/// The candidates less those already tried, with their loads (R1).
+struct Entrants<'a, L> {
+    candidates: &'a Candidates,
+    exclude: &'a [Slot],
+    loads: &'a L,
+}
+
+/// A worker with its load as read once.
+#[derive(Clone, Copy)]
+struct Seen {
+    slot: Slot,
+    load: u32,
+}
+
+impl Seen {
+    fn because(self, reason: Reason, matched_blocks: usize) -> Decision {
+        Decision { slot: self.slot, seen: self.load, reason, matched_blocks }
+    }
+}
+
+impl<L: Loads> Entrants<'_, L> {
+    #[inline]
+    fn has(&self, slot: Slot) -> bool {
+        self.candidates.contains(slot) && !self.exclude.contains(&slot)
+    }
+
+    #[inline]
+    fn slots(&self) -> impl Iterator<Item = Slot> + Clone {
+        self.candidates.slots().iter().copied().filter(|slot| !self.exclude.contains(slot))
+    }
+
+    #[inline]
+    fn see(&self, slot: Slot) -> Seen {
+        Seen { slot, load: self.loads.load(slot) }
+    }
+
+    fn count(&self) -> usize {
+        if self.exclude.is_empty() { self.candidates.len() } else { self.slots().count() }
+    }
+
+    /// The `index`-th entrant; cheap unless this is a retry.
+    fn nth(&self, index: usize) -> Option<Seen> {
+        let slot = match self.exclude {
+            [] => self.candidates.slots().get(index).copied(),
+            _ => self.slots().nth(index),
+        };
+        Some(self.see(slot?))
+    }
+
+    fn next_in_turn(&self, turn: &mut u64) -> Option<Seen> {
+        let slots = self.candidates.slots();
+        // Once round at most; the turn moves past those skipped, or the one after them would come twice.
+        for _ in slots {
+            let slot = slots[(*turn % slots.len() as u64) as usize];
+            *turn = turn.wrapping_add(1);
+            if !self.exclude.contains(&slot) {
+                return Some(self.see(slot));
+            }
+        }
+        None
+    }
+
+    fn any(&self, rng: &mut Rng) -> Option<Seen> {
+        self.nth(rng.below(self.count()))
+    }
+
+    fn better_of_two(&self, rng: &mut Rng) -> Option<Seen> {
+        let count = self.count();
+        let first = rng.below(count);
+        let one = self.nth(first)?;
+        if count == 1 {
+            return Some(one);
+        }
+        // Any of the others, each as likely.
+        let second = rng.below(count - 1);
+        let other = self.nth(second + usize::from(second >= first))?;
+        // Equal loads: the first, which is as random as the second.
+        Some(if other.load < one.load { other } else { one })
+    }
+
+    fn least_load(&self) -> u32 {
+        let load = |slot| self.loads.load(slot);
+        let least = match self.exclude {
+            [] => self.candidates.slots().iter().copied().map(load).min(),
+            _ => self.slots().map(load).min(),
+        };
+        least.unwrap_or(0)
+    }
+
+    fn is_overloaded(&self, settings: &Settings, load: u32) -> bool {
+        // A load that is not above the margin by itself cannot be above anybody by the margin: no pass over the fleet.
+        load > settings.balance_abs_threshold && is_overload(settings, load, self.least_load())
+    }
+
+    fn least_loaded(&self, rng: &mut Rng) -> Option<Seen> {
+        match self.exclude {
+            [] => self.least_loaded_of(self.candidates.slots(), rng),
+            _ => least_of(self.slots().map(|slot| self.see(slot)), rng),
+        }
+    }
+
+    fn least_loaded_of(&self, slots: &[Slot], rng: &mut Rng) -> Option<Seen> {
+        least_of(slots.iter().map(|slot| self.see(*slot)), rng)
+    }
+
+    /// The least loaded; among equals one of the holders, which hold `blocks`.
+    fn least_loaded_holder_first(
+        &self,
+        holders: &[Slot],
+        blocks: usize,
+        reason: Reason,
+        rng: &mut Rng,
+    ) -> Option<Decision> {
+        let least = self.least_loaded(rng)?;
+        match self.least_loaded_of(holders, rng) {
+            Some(holder) if holder.load <= least.load => Some(holder.because(reason, blocks)),
+            _ => Some(least.because(reason, 0)),
+        }
+    }
+}
+
+/// The least loaded, each of several equals with the same chance (R2). One pass to learn how many equals there are,
+/// without a branch that depends on a load, and on average half a pass to the one drawn: at 1,024 workers that is twice
+/// as fast as one pass that draws at each equal.
+#[inline]
+fn least_of(seen: impl Iterator<Item = Seen> + Clone, rng: &mut Rng) -> Option<Seen> {
+    let (mut least, mut equals) = (u32::MAX, 0);
+    for next in seen.clone() {
+        let equals_so_far = if next.load < least { 0 } else { equals };
+        least = least.min(next.load);
+        equals = equals_so_far + usize::from(next.load == least);
+    }
+    let mut drawn = rng.below(equals);
+    let mut chosen = None;
+    for next in seen.clone().filter(|next| next.load <= least) {
+        chosen = Some(next);
+        if drawn == 0 {
+            break;
+        }
+        drawn -= 1;
+    }
+    // Loads may have moved in between: with fewer equals left the last is taken, with none the least as of now.
+    chosen.or_else(|| seen.min_by_key(|next| next.load))
+}
+
+#[cfg(test)]
+#[path = "policy_tests.rs"]
+mod tests;

@@ -1,0 +1,93 @@
+//! Why a worker was chosen: one word for logs and metrics, and vllm-router's word for the metric the two share.
+
+/// The reason of a decision.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(usize)]
+pub enum Reason {
+    /// The worker with the longest match, and it is not overloaded.
+    Affinity,
+    /// That worker is overloaded: the longest match among those that are not.
+    ShedToWarm,
+    /// That worker is overloaded and no other is warm: the least loaded.
+    ShedToLeastLoaded,
+    /// The match is only a prefix that many prompts share: the least loaded, those that hold it first among equals.
+    SpreadCommonPrefix,
+    /// No match above the threshold: the least loaded.
+    Cold,
+    /// The request has no prompt to make a key of: the least loaded.
+    NoKey,
+    /// Policy `least_loaded`.
+    LeastLoaded,
+    /// Policy `round_robin`.
+    RoundRobin,
+    /// Policy `random`.
+    Random,
+    /// Policy `power_of_two`.
+    PowerOfTwo,
+}
+
+impl Reason {
+    /// Number of reasons.
+    pub const COUNT: usize = 10;
+
+    /// All, in the order of their numbers.
+    pub const ALL: [Reason; Reason::COUNT] = [
+        Reason::Affinity,
+        Reason::ShedToWarm,
+        Reason::ShedToLeastLoaded,
+        Reason::SpreadCommonPrefix,
+        Reason::Cold,
+        Reason::NoKey,
+        Reason::LeastLoaded,
+        Reason::RoundRobin,
+        Reason::Random,
+        Reason::PowerOfTwo,
+    ];
+
+    /// The label in Corelane's own metrics and logs.
+    pub fn label(self) -> &'static str {
+        match self {
+            Reason::Affinity => "affinity",
+            Reason::ShedToWarm => "shed_hot_worker_to_warm",
+            Reason::ShedToLeastLoaded => "shed_hot_worker_to_least_loaded",
+            Reason::SpreadCommonPrefix => "spread_common_prefix",
+            Reason::Cold => "cold",
+            Reason::NoKey => "no_key",
+            Reason::LeastLoaded => "least_loaded",
+            Reason::RoundRobin => "round_robin",
+            Reason::Random => "random",
+            Reason::PowerOfTwo => "power_of_two",
+        }
+    }
+
+    /// vllm-router's `outcome` label of `prefix_routing_decisions_total` (0.1.17).
+    ///
+    /// Both kinds of shedding are its `load_imbalance`, since load decided and not the prefix. A common prefix that is
+    /// spread is a `prefix_miss`: nothing of this prompt's own was found. Policies that look at no prefix are
+    /// `load_fallback`, as is a request without a key.
+    pub fn outcome(self) -> &'static str {
+        match self {
+            Reason::Affinity => "prefix_hit",
+            Reason::ShedToWarm | Reason::ShedToLeastLoaded => "load_imbalance",
+            Reason::SpreadCommonPrefix | Reason::Cold => "prefix_miss",
+            Reason::NoKey
+            | Reason::LeastLoaded
+            | Reason::RoundRobin
+            | Reason::Random
+            | Reason::PowerOfTwo => "load_fallback",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_is_in_the_order_of_the_numbers_with_labels_of_their_own() {
+        for (number, reason) in Reason::ALL.into_iter().enumerate() {
+            assert_eq!(reason as usize, number);
+            assert_eq!(Reason::ALL.iter().filter(|other| other.label() == reason.label()).count(), 1);
+        }
+    }
+}

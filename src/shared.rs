@@ -1,0 +1,470 @@
+//! What the two planes share: the frozen configuration, the fleet snapshot, the books, and one mailbox a core.
+//!
+//! The control thread writes the fleet and posts to the inboxes; the cores read. Nothing here is taken under a lock
+//! on a request's way.
+
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ahash::AHashMap;
+use crossbeam::queue::SegQueue;
+use shards::{Books, Counter, Domain, Doorbell, Histogram, Published, Slot, Tree, WorkerId};
+
+use crate::config::Config;
+use crate::route::{Candidates, Reason};
+
+/// One worker as the cores see it. Immutable: a change makes a new [`Fleet`].
+#[derive(Clone, Debug)]
+pub struct Worker {
+    /// Slot in the books, and which life of the worker this is.
+    pub id: WorkerId,
+    /// As the operator wrote it, without a trailing slash; the label in metrics and the key of the admin API.
+    pub url: Arc<str>,
+    /// Where to connect; resolved by the control thread.
+    pub address: SocketAddr,
+    /// The worker's `Host` (RFC 9112 section 3.2): host, and port where it is not the scheme's own.
+    pub authority: Arc<str>,
+    /// Path in front of every request target (`""`, or `/prefix`).
+    pub path_prefix: Arc<str>,
+    /// Models the worker serves; empty while not known: it then takes any model.
+    pub models: Vec<Arc<str>>,
+}
+
+/// The fleet at one moment: published by the control thread, read by the cores.
+#[derive(Debug, Default)]
+pub struct Fleet {
+    /// Workers that may get new requests (healthy, not draining), in no order that means anything.
+    pub eligible: Vec<Worker>,
+    /// Index into `eligible` by slot.
+    pub index_of: AHashMap<Slot, u16>,
+    /// Slots of all eligible workers, in the order of `eligible`.
+    pub any: Candidates,
+    /// Slots of the eligible workers by model. A worker of unknown models stands in every list.
+    pub by_model: AHashMap<Arc<str>, Candidates>,
+    /// Slots of eligible workers whose models are not known.
+    pub of_unknown_models: Candidates,
+    /// Every model known to be served by some worker, healthy or not: asking for it is 503 at worst, never 404.
+    pub known_models: ahash::AHashSet<Arc<str>>,
+    /// Workers registered, whatever their state.
+    pub registered_count: usize,
+}
+
+impl Fleet {
+    /// Makes a fleet of its eligible workers; `known_models` and `registered_count` are about all registered ones.
+    pub fn new(
+        eligible: Vec<Worker>,
+        known_models: ahash::AHashSet<Arc<str>>,
+        registered_count: usize,
+    ) -> Fleet {
+        let any: Candidates = eligible.iter().map(|w| w.id.slot).collect();
+        let index_of = eligible
+            .iter()
+            .enumerate()
+            .map(|(i, w)| (w.id.slot, i as u16))
+            .collect();
+        let of_unknown_models = eligible
+            .iter()
+            .filter(|w| w.models.is_empty())
+            .map(|w| w.id.slot)
+            .collect();
+        let mut by_model: AHashMap<Arc<str>, Candidates> = AHashMap::new();
+        for model in &known_models {
+            let serving = eligible
+                .iter()
+                .filter(|w| w.models.is_empty() || w.models.contains(model));
+            by_model.insert(model.clone(), serving.map(|w| w.id.slot).collect());
+        }
+        Fleet {
+            eligible,
+            index_of,
+            any,
+            by_model,
+            of_unknown_models,
+            known_models,
+            registered_count,
+        }
+    }
+
+    /// The eligible worker in a slot.
+    pub fn worker(&self, slot: Slot) -> Option<&Worker> {
+        self.index_of
+            .get(&slot)
+            .map(|i| &self.eligible[usize::from(*i)])
+    }
+}
+
+/// What the control thread (or another core) tells a core.
+#[derive(Debug)]
+pub enum ToCore {
+    /// The answer to a request that was handed over; `token` is the one it came with.
+    Admin {
+        /// Names the connection that waits.
+        token: u64,
+        /// The answer.
+        reply: AdminReply,
+    },
+    /// A worker is gone, or came back as another life: forget what it held.
+    Purge(Slot),
+    /// `/flush_cache`: forget every prefix.
+    Flush,
+    /// Stop accepting; finish what runs; close connections as they become idle.
+    Drain,
+    /// Stop now.
+    Stop,
+}
+
+/// A request for an admin path that arrived on a data port, handed over whole.
+#[derive(Debug)]
+pub struct AdminRequest {
+    /// The core that waits for the answer, and its name for the connection.
+    pub core: usize,
+    /// Given back in [`ToCore::Admin`].
+    pub token: u64,
+    /// Method, as sent.
+    pub method: String,
+    /// Path and query, as sent.
+    pub target: String,
+    /// End-to-end header fields, in order.
+    pub headers: Vec<(String, Vec<u8>)>,
+    /// The whole body.
+    pub body: Vec<u8>,
+}
+
+/// An answer made by the control thread. The core adds framing and connection fields.
+#[derive(Debug)]
+pub struct AdminReply {
+    /// HTTP status.
+    pub status: u16,
+    /// Header fields other than framing and connection.
+    pub headers: Vec<(String, Vec<u8>)>,
+    /// The whole body.
+    pub body: Vec<u8>,
+}
+
+/// Upper bounds of the latency histograms, in nanoseconds (50 us to 240 s).
+pub const LATENCY_BOUNDS_NS: [u64; 22] = [
+    50_000,
+    100_000,
+    250_000,
+    500_000,
+    1_000_000,
+    2_500_000,
+    5_000_000,
+    10_000_000,
+    25_000_000,
+    50_000_000,
+    100_000_000,
+    250_000_000,
+    500_000_000,
+    1_000_000_000,
+    2_500_000_000,
+    5_000_000_000,
+    10_000_000_000,
+    30_000_000_000,
+    60_000_000_000,
+    120_000_000_000,
+    180_000_000_000,
+    240_000_000_000,
+];
+/// Upper bounds of the histograms of the router's own work, in nanoseconds (250 ns to 100 ms).
+pub const WORK_BOUNDS_NS: [u64; 20] = [
+    250,
+    500,
+    1_000,
+    2_000,
+    3_000,
+    5_000,
+    7_500,
+    10_000,
+    15_000,
+    25_000,
+    50_000,
+    75_000,
+    100_000,
+    250_000,
+    500_000,
+    1_000_000,
+    5_000_000,
+    10_000_000,
+    50_000_000,
+    100_000_000,
+];
+
+/// Endpoint families, the only `route` labels in metrics: bounded whatever clients send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+#[allow(missing_docs, reason = "each is the path it names")]
+pub enum Route {
+    ChatCompletions,
+    Completions,
+    Embeddings,
+    Responses,
+    Rerank,
+    Messages,
+    Generate,
+    InferenceGenerate,
+    Tokenize,
+    Pooling,
+    Score,
+    Admin,
+    Other,
+}
+
+/// Number of [`Route`]s.
+pub const ROUTE_COUNT: usize = 13;
+
+impl Route {
+    /// All, in the order of their numbers.
+    pub const ALL: [Route; ROUTE_COUNT] = [
+        Route::ChatCompletions,
+        Route::Completions,
+        Route::Embeddings,
+        Route::Responses,
+        Route::Rerank,
+        Route::Messages,
+        Route::Generate,
+        Route::InferenceGenerate,
+        Route::Tokenize,
+        Route::Pooling,
+        Route::Score,
+        Route::Admin,
+        Route::Other,
+    ];
+
+    /// The label in metrics.
+    pub fn label(self) -> &'static str {
+        match self {
+            Route::ChatCompletions => "/v1/chat/completions",
+            Route::Completions => "/v1/completions",
+            Route::Embeddings => "/v1/embeddings",
+            Route::Responses => "/v1/responses",
+            Route::Rerank => "/v1/rerank",
+            Route::Messages => "/v1/messages",
+            Route::Generate => "/generate",
+            Route::InferenceGenerate => "/inference/v1/generate",
+            Route::Tokenize => "/tokenize",
+            Route::Pooling => "/pooling",
+            Route::Score => "/score",
+            Route::Admin => "admin",
+            Route::Other => "other",
+        }
+    }
+}
+
+/// How an exchange ended, the `outcome` label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Outcome {
+    /// An answer below 400 was relayed to its end.
+    Ok,
+    /// A 4xx answer of the worker was relayed.
+    ClientError,
+    /// A 5xx answer of the worker was relayed.
+    WorkerError,
+    /// The router refused the request itself (4xx).
+    Refused,
+    /// No worker was eligible (503).
+    NoWorker,
+    /// The worker could not be reached, or failed before the answer began (502, 504).
+    WorkerFailed,
+    /// The answer broke off after it had begun.
+    Broken,
+    /// The client left before the end.
+    ClientGone,
+}
+
+/// Number of [`Outcome`]s.
+pub const OUTCOME_COUNT: usize = 8;
+
+impl Outcome {
+    /// All, in the order of their numbers.
+    pub const ALL: [Outcome; OUTCOME_COUNT] = [
+        Outcome::Ok,
+        Outcome::ClientError,
+        Outcome::WorkerError,
+        Outcome::Refused,
+        Outcome::NoWorker,
+        Outcome::WorkerFailed,
+        Outcome::Broken,
+        Outcome::ClientGone,
+    ];
+
+    /// The label in metrics.
+    pub fn label(self) -> &'static str {
+        match self {
+            Outcome::Ok => "ok",
+            Outcome::ClientError => "client_error",
+            Outcome::WorkerError => "worker_error",
+            Outcome::Refused => "refused",
+            Outcome::NoWorker => "no_available_workers",
+            Outcome::WorkerFailed => "worker_failed",
+            Outcome::Broken => "broken",
+            Outcome::ClientGone => "client_gone",
+        }
+    }
+}
+
+/// What one core counted about one worker. Written by that core only.
+#[derive(Debug)]
+pub struct WorkerStats {
+    /// Times the worker was chosen.
+    pub chosen: Counter,
+    /// Prompt bytes sent to it, of requests with a key.
+    pub prompt_bytes: Counter,
+    /// Of these, bytes of the prefix that the tree said it holds.
+    pub matched_bytes: Counter,
+    /// Exchanges with it that failed (connect, reset, broken framing, time limit).
+    pub failures: Counter,
+}
+
+/// What one core counts. Written by that core only; the control thread adds the cores up on a scrape.
+#[derive(Debug)]
+pub struct CoreStats {
+    /// Exchanges ended, by route and outcome.
+    pub exchanges: [[Counter; OUTCOME_COUNT]; ROUTE_COUNT],
+    /// Decisions by reason.
+    pub decisions: [Counter; Reason::COUNT],
+    /// By slot.
+    pub workers: Box<[WorkerStats]>,
+    /// From the last byte of the request to the first of the answer's body.
+    pub first_byte: Histogram<22>,
+    /// Whole exchange, first byte in to last byte out.
+    pub duration: Histogram<22>,
+    /// Between two pieces of an answer.
+    pub gap: Histogram<22>,
+    /// Key, find and pick.
+    pub decision: Histogram<20>,
+    /// The router's own added time: request complete to request sent, plus answer head in to answer head out.
+    pub added: Histogram<20>,
+    /// Connections accepted, and open now is accepted less closed.
+    pub accepted: Counter,
+    /// Connections from clients closed.
+    pub closed: Counter,
+    /// Connections to workers opened.
+    pub upstream_opened: Counter,
+    /// Connections to workers closed.
+    pub upstream_closed: Counter,
+    /// Requests sent again on a fresh connection because a reused one had died.
+    pub resends: Counter,
+    /// Retries on another worker.
+    pub retries: Counter,
+    /// Requests that could not be parsed, or broke a limit.
+    pub malformed: Counter,
+    /// Lessons dropped because a mailbox was full.
+    pub lessons_dropped: Counter,
+    /// Turns of the event loop.
+    pub turns: Counter,
+}
+
+impl CoreStats {
+    fn new(slot_count: usize) -> CoreStats {
+        CoreStats {
+            exchanges: std::array::from_fn(|_| std::array::from_fn(|_| Counter::new())),
+            decisions: std::array::from_fn(|_| Counter::new()),
+            workers: (0..slot_count)
+                .map(|_| WorkerStats {
+                    chosen: Counter::new(),
+                    prompt_bytes: Counter::new(),
+                    matched_bytes: Counter::new(),
+                    failures: Counter::new(),
+                })
+                .collect(),
+            first_byte: Histogram::new(&LATENCY_BOUNDS_NS),
+            duration: Histogram::new(&LATENCY_BOUNDS_NS),
+            gap: Histogram::new(&LATENCY_BOUNDS_NS),
+            decision: Histogram::new(&WORK_BOUNDS_NS),
+            added: Histogram::new(&WORK_BOUNDS_NS),
+            accepted: Counter::new(),
+            closed: Counter::new(),
+            upstream_opened: Counter::new(),
+            upstream_closed: Counter::new(),
+            resends: Counter::new(),
+            retries: Counter::new(),
+            malformed: Counter::new(),
+            lessons_dropped: Counter::new(),
+            turns: Counter::new(),
+        }
+    }
+}
+
+/// The part of a core that others may touch.
+pub struct CoreShared {
+    inbox: SegQueue<ToCore>,
+    /// Says whether the core sleeps, so that a busy one costs its senders no system call.
+    pub doorbell: Doorbell,
+    /// An eventfd; a write wakes the core's one sleep.
+    pub wake: OwnedFd,
+    /// Slots whose purge this core's shard has finished are told here: (slot, done) by the core, read by control.
+    pub purged: SegQueue<Slot>,
+    /// Written by the core only.
+    pub stats: CoreStats,
+}
+
+impl CoreShared {
+    /// Makes the shared part of a core.
+    ///
+    /// # Errors
+    /// When the machine has no descriptor left for an eventfd.
+    pub fn new(slot_count: usize) -> std::io::Result<CoreShared> {
+        Ok(CoreShared {
+            inbox: SegQueue::new(),
+            doorbell: Doorbell::new(),
+            wake: crate::ring::eventfd()?,
+            purged: SegQueue::new(),
+            stats: CoreStats::new(slot_count),
+        })
+    }
+
+    /// Tells the core something and wakes it if it sleeps. Never waits.
+    pub fn post(&self, message: ToCore) {
+        self.inbox.push(message);
+        self.wake_if_asleep();
+    }
+
+    /// Wakes the core if it sleeps, after something was put where it looks before sleeping.
+    pub fn wake_if_asleep(&self) {
+        if self.doorbell.ring() {
+            crate::ring::signal(&self.wake);
+        }
+    }
+
+    /// Next message; the core's own thread only.
+    pub fn take(&self) -> Option<ToCore> {
+        self.inbox.pop()
+    }
+
+    /// Whether anything waits.
+    pub fn is_inbox_empty(&self) -> bool {
+        self.inbox.is_empty()
+    }
+}
+
+/// Everything both planes see.
+pub struct Shared {
+    /// Frozen at start.
+    pub config: Config,
+    /// The books. Leaked once: they live as long as the process, and guards stay plain references.
+    pub books: &'static Books,
+    /// The prefix tree, read side.
+    pub tree: Arc<Tree>,
+    /// Reclamation domain; reader `i` is core `i`.
+    pub domain: Arc<Domain>,
+    /// The fleet snapshot.
+    pub fleet: Arc<Published<Fleet>>,
+    /// By core.
+    pub cores: Box<[CoreShared]>,
+    /// Where cores hand admin requests over. Bounded: full means 503.
+    pub admin: tokio::sync::mpsc::Sender<AdminRequest>,
+    /// Set when draining began: new answers say `connection: close`.
+    pub draining: AtomicBool,
+}
+
+impl Shared {
+    /// Whether the router drains.
+    pub fn is_draining(&self) -> bool {
+        // ORDERING: Relaxed; a hint that publishes nothing, the message in each inbox is what counts.
+        self.draining.load(Ordering::Relaxed)
+    }
+}

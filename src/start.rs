@@ -1,0 +1,236 @@
+//! From a configuration to a running router: listeners, books, shards, cores, control thread.
+
+use std::fmt;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::thread::JoinHandle;
+
+use shards::{Books, Domain, Lesson, Receiver, SLOT_COUNT_MAX, Sender, TreeLimits};
+
+use crate::config::Config;
+use crate::control::{self, Control};
+use crate::core::{self, Seed};
+use crate::ring;
+use crate::shared::{CoreShared, Fleet, Shared, ToCore};
+
+/// Connections that may wait to be accepted, a core; the kernel caps it at `net.core.somaxconn`.
+const BACKLOG: i32 = 4096;
+/// Admin requests that may wait for the control thread.
+const ADMIN_QUEUE_COUNT: usize = 1024;
+/// Lessons that may wait in one mailbox between two cores.
+const MAILBOX_COUNT: usize = 256;
+/// Memory of a (block, worker) membership, about.
+const MEMBERSHIP_BYTES: u64 = 24;
+
+/// Why the router did not start.
+#[derive(Debug)]
+pub enum StartError {
+    /// An address cannot be bound.
+    Bind(SocketAddr, std::io::Error),
+    /// The machine lacks something.
+    Machine(String),
+}
+
+impl fmt::Display for StartError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            StartError::Bind(address, e) => write!(f, "cannot listen on {address}: {e}"),
+            StartError::Machine(what) => write!(f, "{what} (see `corelane doctor`)"),
+        }
+    }
+}
+
+impl std::error::Error for StartError {}
+
+/// A running router. Dropping it stops it at once.
+pub struct Router {
+    /// Where it listens.
+    pub address: SocketAddr,
+    /// Where Prometheus is served.
+    pub metrics_address: SocketAddr,
+    /// What both planes see.
+    pub shared: Arc<Shared>,
+    control: Option<Control>,
+    cores: Vec<JoinHandle<std::io::Result<()>>>,
+}
+
+/// Starts a router. Returns when all listeners are bound and all threads run; workers become ready in their own time.
+///
+/// # Errors
+/// An address is taken, or the machine lacks what a core needs.
+pub fn start(config: Config) -> Result<Router, StartError> {
+    let cpus = cpus(config.core_count)?;
+    let count = cpus.len();
+    let bind = |address| move |e| StartError::Bind(address, e);
+    let listeners = ring::listeners(config.listen, count, BACKLOG).map_err(bind(config.listen))?;
+    let metrics = TcpListener::bind(config.metrics_listen).map_err(bind(config.metrics_listen))?;
+    let address = listeners[0].local_addr().map_err(bind(config.listen))?;
+    let metrics_address = metrics.local_addr().map_err(bind(config.metrics_listen))?;
+
+    let machine = |e: std::io::Error| StartError::Machine(e.to_string());
+    let domain = Arc::new(Domain::new(count));
+    let limits = TreeLimits {
+        bytes_max: tree_bytes(&config),
+        slot_count_max: SLOT_COUNT_MAX,
+    };
+    let (tree, shards) = shards::tree(count, domain.clone(), limits);
+    let (publisher, fleet) = shards::published(domain.clone(), Fleet::default());
+    let (admin, admin_rx) = tokio::sync::mpsc::channel(ADMIN_QUEUE_COUNT);
+    let cores = (0..count)
+        .map(|_| CoreShared::new(SLOT_COUNT_MAX))
+        .collect::<Result<_, _>>()
+        .map_err(machine)?;
+    let shared = Arc::new(Shared {
+        config,
+        // Lives as long as the process, so that a guard is a plain reference: no count that all cores would write.
+        books: Box::leak(Box::new(Books::new(SLOT_COUNT_MAX))),
+        tree,
+        domain: domain.clone(),
+        fleet,
+        cores,
+        admin,
+        draining: AtomicBool::new(false),
+    });
+    let control =
+        control::start(shared.clone(), publisher, admin_rx, Some(metrics)).map_err(machine)?;
+    let mut router = Router {
+        address,
+        metrics_address,
+        shared: shared.clone(),
+        control: Some(control),
+        cores: Vec::new(),
+    };
+
+    let mut mail = mailboxes(count);
+    for (index, ((listener, shard), cpu)) in listeners.into_iter().zip(shards).zip(cpus).enumerate()
+    {
+        let (senders, receivers) = mail.remove(0);
+        let seed = Seed {
+            index,
+            cpu,
+            listener,
+            shard,
+            reader: domain.reader(index),
+            senders,
+            receivers,
+            random_seed: random_seed(),
+            shared: shared.clone(),
+        };
+        router.cores.push(core::spawn(seed).map_err(machine)?);
+    }
+    Ok(router)
+}
+
+impl Router {
+    /// The control plane's handle.
+    pub fn control(&self) -> &Control {
+        self.control.as_ref().expect("it is taken only by the drop")
+    }
+
+    /// Whether every core still runs.
+    pub fn is_running(&self) -> bool {
+        self.cores.iter().all(|core| !core.is_finished())
+    }
+
+    /// Waits until all cores have ended (after a drain, or because one could not go on).
+    ///
+    /// # Errors
+    /// The first core that ended with an error, or panicked.
+    pub fn join(mut self) -> Result<(), StartError> {
+        let mut result = Ok(());
+        while !self.cores.is_empty() {
+            // The first that ends badly takes the others along: a router that lost a core would lose its connections.
+            let at = self.cores.iter().position(JoinHandle::is_finished);
+            let Some(at) = at else {
+                std::thread::sleep(std::time::Duration::from_millis(10));
+                continue;
+            };
+            let failure = match self.cores.swap_remove(at).join() {
+                Ok(Ok(())) => continue,
+                Ok(Err(e)) => format!("a core ended: {e}"),
+                Err(_) => "a core panicked".to_string(),
+            };
+            self.stop_cores();
+            result = result.and(Err(StartError::Machine(failure)));
+        }
+        result
+    }
+
+    fn stop_cores(&self) {
+        for core in &self.shared.cores {
+            core.post(ToCore::Stop);
+        }
+    }
+}
+
+impl Drop for Router {
+    fn drop(&mut self) {
+        self.stop_cores();
+        for core in self.cores.drain(..) {
+            let _ = core.join();
+        }
+        if let Some(control) = self.control.take() {
+            control.stop();
+            control.join();
+        }
+    }
+}
+
+/// The processors to be pinned to: of those this process may use, in order.
+fn cpus(count: usize) -> Result<Vec<usize>, StartError> {
+    let allowed = core_affinity::get_core_ids().unwrap_or_default();
+    if allowed.is_empty() {
+        return Err(StartError::Machine(
+            "no processor is allowed to this process".to_string(),
+        ));
+    }
+    if count > allowed.len() {
+        let message = format!(
+            "--cores {count}: only {} processors are allowed to this process",
+            allowed.len()
+        );
+        return Err(StartError::Machine(message));
+    }
+    Ok(allowed.iter().take(count.max(1)).map(|id| id.id).collect())
+}
+
+/// The tree's memory: what the workers' remembered prompts need, under the cap.
+fn tree_bytes(config: &Config) -> usize {
+    // Workers may be added later; the tree's bound may not move, so a small fleet gets some room.
+    let workers = config.workers.len().max(8) as u64;
+    let blocks = config.tree_bytes_per_worker_max / crate::route::BLOCK_BYTES as u64;
+    let wanted = blocks
+        .saturating_mul(MEMBERSHIP_BYTES)
+        .saturating_mul(workers);
+    usize::try_from(wanted)
+        .unwrap_or(usize::MAX)
+        .min(config.prefix_memory_bytes_max)
+}
+
+type Mail = (Vec<Option<Sender<Lesson>>>, Vec<Receiver<Lesson>>);
+
+/// A mailbox from each core to each other.
+fn mailboxes(count: usize) -> Vec<Mail> {
+    let mut mail: Vec<Mail> = (0..count).map(|_| (Vec::new(), Vec::new())).collect();
+    for from in 0..count {
+        for to in 0..count {
+            if from == to {
+                mail[from].0.push(None);
+                continue;
+            }
+            let (sender, receiver) = shards::mailbox(MAILBOX_COUNT);
+            mail[from].0.push(Some(sender));
+            mail[to].1.push(receiver);
+        }
+    }
+    mail
+}
+
+/// Choices and request ids must differ between processes; they need not be secret.
+fn random_seed() -> u64 {
+    use std::hash::{BuildHasher, Hasher};
+    std::collections::hash_map::RandomState::new()
+        .build_hasher()
+        .finish()
+}
