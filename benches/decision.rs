@@ -3,9 +3,10 @@
 //! Workload: 4, 64 and 1,024 workers; chat prompts of 200 B, 16 KiB and 400 KiB. The tree is warm: a system prompt of
 //! an eighth of the prompt that every worker holds, and on top of it up to 4,096 conversations (400,000 blocks at
 //! most), each held by one worker. The request is the next turn of one of eight of them, its bytes in cache, as they
-//! are when it has just been received and scanned. Loads are uneven. Three outcomes:
+//! are when it has just been received and scanned. Loads are uneven. Four outcomes:
 //! - `affinity`: the worker that holds the conversation has room; the usual case;
 //! - `shed`: that worker is overloaded: the fleet's least load, a second look-up, the least loaded;
+//! - `spread`: a new conversation on a system prompt of half the prompt: the least loaded, holders first;
 //! - `cold`: nothing is known of the prompt: the least loaded.
 //!
 //! Bounds: 1 us + 0.2 us per KiB with 64 workers, and 2 us more with 1,024.
@@ -18,8 +19,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use corelane::route::{
-    BLOCK_BYTES, Batches, Candidates, Decision, Fields, KeySeed, Reason, Rng, Settings, TreePrefixes, Turn, chain,
-    decide, lessons, scan,
+    BLOCK_BYTES, Batches, Candidates, Decision, Fields, KeySeed, Reason, Rng, Settings,
+    TreePrefixes, Turn, chain, decide, lessons, scan,
 };
 use corelane::shared::Route;
 use divan::Bencher;
@@ -27,18 +28,26 @@ use shards::{Books, Domain, LoadGuard, PrefixHash, Reader, Slot, Tree, TreeLimit
 
 const WORKERS: [usize; 3] = [4, 64, 1024];
 const SIZES: [usize; 3] = [200, 16 * 1024, 400 * 1024];
-const OUTCOMES: [Outcome; 3] = [Outcome::Affinity, Outcome::Shed, Outcome::Cold];
+const OUTCOMES: [Outcome; 4] = [
+    Outcome::Affinity,
+    Outcome::Shed,
+    Outcome::Spread,
+    Outcome::Cold,
+];
 const SEED: u64 = 0xdec1de;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Outcome {
     Affinity,
     Shed,
+    Spread,
     Cold,
 }
 
 fn main() {
-    println!("decision: chain, find and decide. Bounds: 1 us + 0.2 us per KiB with 64 workers, 2 us more with 1,024");
+    println!(
+        "decision: chain, find and decide. Bounds: 1 us + 0.2 us per KiB with 64 workers, 2 us more with 1,024"
+    );
     println!("machine: {}; commit: {}", machine(), commit());
     divan::main();
     for outcome in OUTCOMES {
@@ -72,6 +81,11 @@ fn shed<const SIZE: usize>(bencher: Bencher<'_, '_>, workers: usize) {
 }
 
 #[divan::bench(args = WORKERS, consts = SIZES)]
+fn spread<const SIZE: usize>(bencher: Bencher<'_, '_>, workers: usize) {
+    measure(bencher, Outcome::Spread, workers, SIZE);
+}
+
+#[divan::bench(args = WORKERS, consts = SIZES)]
 fn cold<const SIZE: usize>(bencher: Bencher<'_, '_>, workers: usize) {
     measure(bencher, Outcome::Cold, workers, SIZE);
 }
@@ -101,9 +115,14 @@ impl World {
         let mut rng = Rng::new(SEED);
         // Leaked, as in the router: guards are plain references.
         let books: &'static Books = Box::leak(Box::new(Books::new(shards::SLOT_COUNT_MAX)));
-        let ids: Vec<WorkerId> = (0..workers as u16).map(|slot| books.open(Slot(slot)).expect("a free slot")).collect();
+        let ids: Vec<WorkerId> = (0..workers as u16)
+            .map(|slot| books.open(Slot(slot)).expect("a free slot"))
+            .collect();
         let domain = Arc::new(Domain::new(1));
-        let limits = TreeLimits { bytes_max: 1 << 30, slot_count_max: shards::SLOT_COUNT_MAX };
+        let limits = TreeLimits {
+            bytes_max: 1 << 30,
+            slot_count_max: shards::SLOT_COUNT_MAX,
+        };
         let (tree, shards) = shards::tree(2, Arc::clone(&domain), limits);
         let mut world = World {
             tree,
@@ -122,17 +141,23 @@ impl World {
         for id in &ids {
             let is_hot = outcome == Outcome::Shed && homes.contains(&id.slot);
             let load = if is_hot { 200 } else { 1 + rng.below(30) };
-            world._guards.extend((0..load).map(|_| LoadGuard::acquire(books, *id, 1).expect("an open slot")));
+            world._guards.extend(
+                (0..load).map(|_| LoadGuard::acquire(books, *id, 1).expect("an open slot")),
+            );
         }
         let expected = match outcome {
             Outcome::Affinity => [Reason::Affinity].as_slice(),
             Outcome::Shed => &[Reason::ShedToWarm, Reason::ShedToLeastLoaded],
+            Outcome::Spread => &[Reason::SpreadCommonPrefix],
             Outcome::Cold => &[Reason::Cold],
         };
         for _ in 0..8 {
             let decision = world.next();
             // A prompt of one block has no room for a system prompt under the conversation's own blocks.
-            assert!(size <= 2 * BLOCK_BYTES || expected.contains(&decision.reason), "{outcome:?}: {decision:?}");
+            assert!(
+                size <= 2 * BLOCK_BYTES || expected.contains(&decision.reason),
+                "{outcome:?}: {decision:?}"
+            );
         }
         world
     }
@@ -150,14 +175,26 @@ impl World {
         let mut teach = |world: &mut World, slot| {
             let mut taught = Vec::new();
             let pin = world.reader.pin();
-            lessons(&world.tree, &pin, &world.chain, slot, &mut batches, |owner, lesson| taught.push((owner, lesson)));
+            lessons(
+                &world.tree,
+                &pin,
+                &world.chain,
+                slot,
+                &mut batches,
+                |owner, lesson| taught.push((owner, lesson)),
+            );
             drop(pin);
             for (owner, lesson) in taught {
                 shards[owner].apply(lesson);
                 while shards[owner].work(10_000) {}
             }
         };
-        let system = text(rng, size / 8);
+        let system_bytes = if outcome == Outcome::Spread {
+            size / 2
+        } else {
+            size / 8
+        };
+        let system = text(rng, system_bytes);
         for id in ids {
             self.chain_of(&body(&system, "", ""));
             teach(self, id.slot);
@@ -165,7 +202,7 @@ impl World {
         let mut homes = Vec::new();
         let conversation_count = (400_000 * BLOCK_BYTES / size).clamp(8, 4096);
         for index in 0..conversation_count {
-            let turns = text(rng, size.saturating_sub(size / 8 + 130));
+            let turns = text(rng, size.saturating_sub(system_bytes + 130));
             let is_asked = index % (conversation_count / 8) == 0 && self.requests.len() < 8;
             // One hot worker only, or the least load would be high as well.
             let is_at_first = is_asked && outcome == Outcome::Shed;
@@ -175,7 +212,12 @@ impl World {
             if is_asked {
                 homes.push(slot);
                 let next = match outcome {
-                    Outcome::Cold => body(&text(rng, size / 8), &turns, "And what comes after that?"),
+                    Outcome::Spread => body(&system, &text(rng, turns.len()), ""),
+                    Outcome::Cold => body(
+                        &text(rng, system_bytes),
+                        &turns,
+                        "And what comes after that?",
+                    ),
                     _ => body(&system, &turns, "And what comes after that?"),
                 };
                 let fields = scan(&next).expect("JSON");
@@ -187,31 +229,73 @@ impl World {
 
     fn chain_of(&mut self, body: &[u8]) {
         let fields = scan(body).expect("JSON");
-        chain(KeySeed(SEED), Route::ChatCompletions, body, &fields, &mut self.chain);
+        chain(
+            KeySeed(SEED),
+            Route::ChatCompletions,
+            body,
+            &fields,
+            &mut self.chain,
+        );
     }
 
     /// What is measured.
     fn next(&mut self) -> Decision {
         let (body, fields) = &self.requests[self.count % self.requests.len()];
         self.count += 1;
-        let length = chain(KeySeed(SEED), Route::ChatCompletions, body, fields, &mut self.chain).expect("a prompt");
+        let length = chain(
+            KeySeed(SEED),
+            Route::ChatCompletions,
+            body,
+            fields,
+            &mut self.chain,
+        )
+        .expect("a prompt");
         let pin = self.reader.pin();
-        let prefixes = TreePrefixes { tree: &self.tree, pin: &pin, chain: &self.chain };
-        let World { settings, candidates, books, turn, scratch, .. } = self;
-        decide(settings, Some((&prefixes, length)), candidates, &[], *books, turn, scratch).expect("candidates")
+        let prefixes = TreePrefixes {
+            tree: &self.tree,
+            pin: &pin,
+            chain: &self.chain,
+        };
+        let World {
+            settings,
+            candidates,
+            books,
+            turn,
+            scratch,
+            ..
+        } = self;
+        decide(
+            settings,
+            Some((&prefixes, length)),
+            candidates,
+            &[],
+            *books,
+            turn,
+            scratch,
+        )
+        .expect("candidates")
     }
 
     /// Its first part alone.
     fn next_chain(&mut self) -> Option<u64> {
         let (body, fields) = &self.requests[self.count % self.requests.len()];
         self.count += 1;
-        chain(KeySeed(SEED), Route::ChatCompletions, black_box(body), fields, &mut self.chain)
+        chain(
+            KeySeed(SEED),
+            Route::ChatCompletions,
+            black_box(body),
+            fields,
+            &mut self.chain,
+        )
     }
 }
 
 fn body(system: &str, turns: &str, question: &str) -> Vec<u8> {
     let mut body = String::from(r#"{"model":"m","stream":true,"messages":["#);
-    let _ = write!(body, r#"{{"role":"system","content":"{system}"}},{{"role":"user","content":"{turns}"#);
+    let _ = write!(
+        body,
+        r#"{{"role":"system","content":"{system}"}},{{"role":"user","content":"{turns}"#
+    );
     if !question.is_empty() {
         let _ = write!(body, r#""}},{{"role":"user","content":"{question}"#);
     }
@@ -220,7 +304,9 @@ fn body(system: &str, turns: &str, question: &str) -> Vec<u8> {
 }
 
 fn text(rng: &mut Rng, bytes: usize) -> String {
-    (0..bytes).map(|_| char::from(b"etaoin shrdlu"[rng.below(13)])).collect()
+    (0..bytes)
+        .map(|_| char::from(b"etaoin shrdlu"[rng.below(13)]))
+        .collect()
 }
 
 /// The least of many runs, in microseconds: what the code costs when nothing disturbs it.
@@ -239,12 +325,21 @@ fn least_us<T>(mut run: impl FnMut() -> T) -> f64 {
 fn machine() -> String {
     let cpus = std::thread::available_parallelism().map_or(0, usize::from);
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    let model = info
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(": "));
     format!("{} x {cpus}", model.map_or("unknown", |(_, model)| model))
 }
 
 fn commit() -> String {
-    let output = std::process::Command::new("git").args(["describe", "--always", "--dirty"]).output();
-    let text = output.ok().filter(|output| output.status.success()).map(|output| output.stdout);
-    text.map_or("unknown".to_owned(), |text| String::from_utf8_lossy(&text).trim().to_owned())
+    let output = std::process::Command::new("git")
+        .args(["describe", "--always", "--dirty"])
+        .output();
+    let text = output
+        .ok()
+        .filter(|output| output.status.success())
+        .map(|output| output.stdout);
+    text.map_or("unknown".to_owned(), |text| {
+        String::from_utf8_lossy(&text).trim().to_owned()
+    })
 }

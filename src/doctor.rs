@@ -6,9 +6,8 @@ use std::fmt;
 use std::fs;
 use std::process::ExitCode;
 
-use io_uring::{IoUring, Probe, opcode};
-
 use crate::config;
+use crate::ring::{self, Abilities, TaskRun};
 
 /// How good a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,6 +88,22 @@ pub fn examine() -> Vec<Finding> {
     findings.extend(backlog());
     findings.extend(local_ports());
     findings
+}
+
+/// What keeps a router from serving, each with its remedy, for the message of a start that failed.
+pub fn obstacles() -> String {
+    let missing = examine()
+        .into_iter()
+        .filter(|finding| finding.verdict == Verdict::Missing);
+    let lines = missing.map(|f| {
+        format!(
+            "{}: {} -> {}",
+            f.name,
+            f.detail,
+            f.remedy.unwrap_or_default()
+        )
+    });
+    lines.collect::<Vec<_>>().join("; ")
 }
 
 /// Whether a router can serve on this machine.
@@ -204,23 +219,15 @@ fn switch_of(switch: &str, group: &str) -> Finding {
 }
 
 fn rings() -> Vec<Finding> {
-    let ring = match IoUring::new(8) {
-        Ok(ring) => ring,
-        Err(error) => return vec![refused_ring(&error, &seccomp())],
-    };
-    let mut findings = vec![Finding::ok("io_uring", "a ring can be set up")];
-    let mut probe = Probe::new();
-    match ring.submitter().register_probe(&mut probe) {
-        Ok(()) => findings.extend(operations(|code| probe.is_supported(code))),
-        Err(error) => findings.push(Finding::bad(
-            "operations",
-            Verdict::Degraded,
-            format!("cannot be asked for: {error}"),
-            "Linux 5.6 or later tells them",
-        )),
+    match ring::probe() {
+        Err(error) => vec![refused_ring(&error, &seccomp())],
+        Ok(abilities) => {
+            let mut findings = vec![Finding::ok("io_uring", "a ring can be set up")];
+            findings.extend(operations(&abilities));
+            findings.push(task_run(abilities.task_run));
+            findings
+        }
     }
-    findings.push(task_run());
-    findings
 }
 
 /// Why the kernel gave no ring, and what helps.
@@ -260,46 +267,37 @@ fn seccomp() -> String {
     }
 }
 
-/// The operations that the data plane uses. Multishot forms have no code of their own: operations that came with the
-/// same kernel stand for them (also where a distribution has carried them back).
-fn operations(is_supported: impl Fn(u8) -> bool) -> Vec<Finding> {
-    let needed = [
-        ("accept", opcode::Accept::CODE),
-        ("receive", opcode::Recv::CODE),
-        ("send", opcode::Send::CODE),
-        ("connect", opcode::Connect::CODE),
-        ("read", opcode::Read::CODE),
-        ("poll", opcode::PollAdd::CODE),
-        ("cancel", opcode::AsyncCancel::CODE),
-        (
-            "provided buffer rings and multishot accept",
-            opcode::UringCmd16::CODE,
-        ),
-    ];
-    let list = |names: &[(&str, u8)]| {
-        names
+/// The operations that the data plane uses.
+fn operations(abilities: &Abilities) -> Vec<Finding> {
+    let list = |there: bool| {
+        let named = abilities
+            .operations
             .iter()
-            .map(|(name, _)| *name)
-            .collect::<Vec<_>>()
-            .join(", ")
+            .filter(|(_, is_there)| *is_there == there);
+        named.map(|(name, _)| *name).collect::<Vec<_>>().join(", ")
     };
-    let missing: Vec<(&str, u8)> = needed
-        .into_iter()
-        .filter(|(_, code)| !is_supported(*code))
-        .collect();
-    let mut findings = Vec::new();
-    if missing.is_empty() {
-        findings.push(Finding::ok("operations", list(&needed)));
+    let mut missing = list(false);
+    if !abilities.buffer_rings {
+        missing.push_str(if missing.is_empty() {
+            "provided buffer rings"
+        } else {
+            ", provided buffer rings"
+        });
+    }
+    let mut findings = vec![if missing.is_empty() {
+        Finding::ok(
+            "operations",
+            format!("{}, provided buffer rings", list(true)),
+        )
     } else {
-        let detail = format!("not there: {}", list(&missing));
-        findings.push(Finding::bad(
+        Finding::bad(
             "operations",
             Verdict::Missing,
-            detail,
+            format!("not there: {missing}"),
             "Linux 5.19 or later has them",
-        ));
-    }
-    if is_supported(opcode::SendZc::CODE) {
+        )
+    }];
+    if abilities.multishot_receive {
         findings.push(Finding::ok("multishot receive", "there"));
     } else {
         let detail = "not there: one submission for each receive";
@@ -313,37 +311,21 @@ fn operations(is_supported: impl Fn(u8) -> bool) -> Vec<Finding> {
     findings
 }
 
-fn task_run() -> Finding {
+fn task_run(found: TaskRun) -> Finding {
     const NAME: &str = "task run";
-    let builds = |set: fn(&mut io_uring::Builder)| {
-        let mut builder = IoUring::builder();
-        set(&mut builder);
-        builder.build(8).is_ok()
-    };
-    if builds(|builder| {
-        builder
-            .setup_coop_taskrun()
-            .setup_single_issuer()
-            .setup_defer_taskrun();
-    }) {
-        return Finding::ok(NAME, "deferred, single issuer");
-    }
-    if builds(|builder| {
-        builder.setup_coop_taskrun();
-    }) {
-        return Finding::bad(
+    match found {
+        TaskRun::Deferred => Finding::ok(NAME, "deferred, single issuer"),
+        TaskRun::Cooperative => Finding::bad(
             NAME,
             Verdict::Degraded,
             "cooperative, not deferred",
             "Linux 6.1 or later defers",
-        );
+        ),
+        TaskRun::Interrupting => {
+            let remedy = "Linux 5.19 or later has cooperative task run";
+            Finding::bad(NAME, Verdict::Degraded, "by interrupt", remedy)
+        }
     }
-    Finding::bad(
-        NAME,
-        Verdict::Degraded,
-        "by interrupt",
-        "Linux 5.19 or later has cooperative task run",
-    )
 }
 
 fn memlock() -> Finding {
@@ -531,21 +513,28 @@ mod tests {
 
     #[test]
     fn operations_are_told_apart() {
-        let all = operations(|_| true);
+        let mut abilities = Abilities {
+            operations: vec![("send", true), ("multishot accept", true)],
+            buffer_rings: true,
+            multishot_receive: true,
+            task_run: TaskRun::Deferred,
+        };
+        let all = operations(&abilities);
         assert!(
             all.iter().all(|finding| finding.verdict == Verdict::Ok),
             "{all:?}"
         );
-        let old =
-            operations(|code| code != opcode::SendZc::CODE && code != opcode::UringCmd16::CODE);
+        abilities.operations[1].1 = false;
+        abilities.buffer_rings = false;
+        abilities.multishot_receive = false;
+        let old = operations(&abilities);
         assert_eq!(
             (old[0].verdict, old[1].verdict),
             (Verdict::Missing, Verdict::Degraded)
         );
-        assert!(
-            old[0].detail.contains("provided buffer rings"),
-            "{}",
-            old[0].detail
+        assert_eq!(
+            old[0].detail,
+            "not there: multishot accept, provided buffer rings"
         );
     }
 

@@ -76,12 +76,25 @@ fn demo(args: &DemoArgs) -> ExitCode {
     }
     let summary = corelane::demo::run(args, &interrupted, |urls, port| {
         let port = port.to_string();
-        let mut line = vec!["corelane", "--port", &port, "--prometheus-port", "0", "--worker-urls"];
+        let mut line = vec![
+            "corelane",
+            "--port",
+            &port,
+            "--prometheus-port",
+            "0",
+            "--worker-urls",
+        ];
         line.extend(urls.iter().map(String::as_str));
         let cli = Cli::try_parse_from(line).map_err(io::Error::other)?;
-        let router = start(Config::from_cli(cli).map_err(io::Error::other)?).map_err(io::Error::other)?;
-        if !router.control().wait_ready(urls.len(), std::time::Duration::from_secs(10)) {
-            return Err(io::Error::other("the simulated workers did not become ready"));
+        let router =
+            start(Config::from_cli(cli).map_err(io::Error::other)?).map_err(io::Error::other)?;
+        if !router
+            .control()
+            .wait_ready(urls.len(), std::time::Duration::from_secs(10))
+        {
+            return Err(io::Error::other(
+                "the simulated workers did not become ready",
+            ));
         }
         Ok((router.address, Live(router)))
     });
@@ -94,19 +107,25 @@ fn demo(args: &DemoArgs) -> ExitCode {
 
 /// Ctrl-C and SIGTERM set the flag; the demo's loop ends itself.
 fn watch_signals(interrupted: Arc<AtomicBool>) -> io::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    std::thread::Builder::new().name("signals".to_string()).spawn(move || {
-        runtime.block_on(async {
-            use tokio::signal::unix::{SignalKind, signal};
-            let Ok(mut terminate) = signal(SignalKind::terminate()) else { return };
-            tokio::select! {
-                _ = tokio::signal::ctrl_c() => {}
-                _ = terminate.recv() => {}
-            }
-            // ORDERING: Relaxed; the flag carries nothing but itself.
-            interrupted.store(true, Ordering::Relaxed);
-        });
-    })?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    std::thread::Builder::new()
+        .name("signals".to_string())
+        .spawn(move || {
+            runtime.block_on(async {
+                use tokio::signal::unix::{SignalKind, signal};
+                let Ok(mut terminate) = signal(SignalKind::terminate()) else {
+                    return;
+                };
+                tokio::select! {
+                    _ = tokio::signal::ctrl_c() => {}
+                    _ = terminate.recv() => {}
+                }
+                // ORDERING: Relaxed; the flag carries nothing but itself.
+                interrupted.store(true, Ordering::Relaxed);
+            });
+        })?;
     Ok(())
 }
 
@@ -118,17 +137,25 @@ impl Probe for Live {
         let cores = &self.0.shared.cores;
         let added = sum(cores.iter().map(|core| core.stats.added.snapshot()));
         let decisions = Reason::ALL.iter().map(|reason| {
-            let count = cores.iter().map(|core| core.stats.decisions[*reason as usize].value()).sum();
+            let count = cores
+                .iter()
+                .map(|core| core.stats.decisions[*reason as usize].value())
+                .sum();
             (reason.label(), count)
         });
-        let ended = cores.iter().flat_map(|core| core.stats.exchanges.iter().flatten());
+        let ended = cores
+            .iter()
+            .flat_map(|core| core.stats.exchanges.iter().flatten());
         let workers: Vec<WorkerView> = self.0.control().workers().into_iter().map(worker).collect();
         FleetView {
             requests_total: ended.map(|counter| counter.value()).sum(),
             decisions: decisions.filter(|(_, count)| *count > 0).collect(),
             added_p50_us: quantile_us(&added, 0.5),
             added_p99_us: quantile_us(&added, 0.99),
-            open_streams: workers.iter().map(|w| u64::from(w.in_flight - w.waiting.min(w.in_flight))).sum(),
+            open_streams: workers
+                .iter()
+                .map(|w| u64::from(w.in_flight - w.waiting.min(w.in_flight)))
+                .sum(),
             workers,
         }
     }

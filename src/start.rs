@@ -11,6 +11,7 @@ use shards::{Books, Domain, Lesson, Receiver, SLOT_COUNT_MAX, Sender, TreeLimits
 use crate::config::Config;
 use crate::control::{self, Control};
 use crate::core::{self, Seed};
+use crate::doctor;
 use crate::ring;
 use crate::shared::{CoreShared, Fleet, Shared, ToCore};
 
@@ -60,6 +61,8 @@ pub struct Router {
 /// # Errors
 /// An address is taken, or the machine lacks what a core needs.
 pub fn start(config: Config) -> Result<Router, StartError> {
+    let abilities = ring::probe().ok().filter(|found| found.buffer_rings);
+    let abilities = abilities.ok_or_else(|| StartError::Machine(doctor::obstacles()))?;
     let cpus = cpus(config.core_count)?;
     let count = cpus.len();
     let bind = |address| move |e| StartError::Bind(address, e);
@@ -115,6 +118,7 @@ pub fn start(config: Config) -> Result<Router, StartError> {
             senders,
             receivers,
             random_seed: random_seed(),
+            abilities: abilities.clone(),
             shared: shared.clone(),
         };
         router.cores.push(core::spawn(seed).map_err(machine)?);

@@ -27,11 +27,18 @@ mod models {
     mod incarnations_stay_apart;
     mod mailbox_keeps_order;
     mod publish_gives_whole_values;
+    mod trace;
 
     /// Checks a model with a preemption bound of 2 unless the environment says otherwise.
     fn model(check: impl Fn() + Sync + Send + 'static) {
+        model_up_to(2, check);
+    }
+
+    /// Checks a model that needs another bound to see what it is made for.
+    fn model_up_to(preemptions_max: usize, check: impl Fn() + Sync + Send + 'static) {
         let mut builder = loom::model::Builder::new();
-        builder.preemption_bound = builder.preemption_bound.or(Some(2));
+        let asked = builder.preemption_bound.unwrap_or(0);
+        builder.preemption_bound = Some(asked.max(preemptions_max));
         builder.max_branches = 20_000;
         builder.check(check);
     }

@@ -7,11 +7,12 @@
 //!
 //! The argument. A writer unlinks a value (stores another pointer), then tags it: `tag = global++` (Release), then
 //! `fence(SeqCst)` W, then reads all seats (Acquire), and frees values with `tag <` the smallest pinned epoch.
-//! A reader loads `global` (Acquire) as `p`, stores its seat `= p` (Release), then `fence(SeqCst)` R, then follows pointers.
+//! A reader loads `global` as `p`, stores its seat `= p` (Release), then `fence(SeqCst)` R, then follows pointers.
 //! Take one value and one pin.
 //! - R before W: the scan sees the seat as `p`, or as something the same reader stored later. If it sees `p <= tag` the
 //!   value stays. If `p > tag`, the reader's load of `global` read the tagging increment or a later one (all are
-//!   read-modify-writes, one release sequence), so the unlinking happens before the pin and the pin cannot reach the value.
+//!   read-modify-writes, one release sequence; R makes the load an acquire), so the unlinking happens before the reader's
+//!   look-ups, which cannot reach the value.
 //!   If it sees a later store (0, or a later pin's epoch), that store was Release and the scan Acquire: all that the
 //!   reader did under the pin happens before the free.
 //! - W before R: the unlinking store is before W, the reader's loads are after R: they see the unlinking. Not reachable.
@@ -91,7 +92,7 @@ impl Domain {
 
     /// The tag of everything unlinked so far by the caller.
     fn tag(&self) -> u64 {
-        // ORDERING: Release pairs with the Acquire in `pin`: a pin above the tag has seen the unlinking.
+        // ORDERING: Release pairs with the load and fence in `pin`: a pin above the tag has seen the unlinking.
         self.global.fetch_add(1, Ordering::Release)
     }
 }
@@ -108,8 +109,8 @@ impl Reader {
     #[must_use]
     pub fn pin(&mut self) -> Pin<'_> {
         let seat = &*self.domain.seats[self.index];
-        // ORDERING: Acquire pairs with the Release in `tag`.
-        let epoch = self.domain.global.load(Ordering::Acquire);
+        // ORDERING: Relaxed; fence R below is an acquire fence, too, and with this load pairs with the Release in `tag`.
+        let epoch = self.domain.global.load(Ordering::Relaxed);
         // ORDERING: Release pairs with pinned_min's Acquire: carries the end of this reader's earlier pins.
         seat.epoch.store(epoch, Ordering::Release);
         // ORDERING: fence R of the argument above; its partner is fence W in `pinned_min`.

@@ -25,7 +25,7 @@
 //! | `Books::underflow_count` | any guard | gauges | R | B2 | `guard_ends_once` |
 //! | `Claim::phase` | the guards of one count | the same | activate R, then L/A; release AR | B1, B6 | `guard_ends_once` |
 //! | the `Arc` of a claim | the guards of one count | | the Arc's own | B1 | `guard_ends_once` |
-//! | `Domain::global` | owners of bins | readers | add L; load A | E1 | `epoch_frees_nothing_in_use` |
+//! | `Domain::global` | owners of bins | readers | add L; load R, then fence SeqCst | E1 | `epoch_frees_nothing_in_use` |
 //! | `Seat::epoch` | own reader | owners of bins | pin L, fence SeqCst; unpin L; scan fence SeqCst, A | E1, E2 | `epoch_frees_nothing_in_use` |
 //! | `Seat::taken` | reader handles | the same | swap A; store L | one reader per seat | (a lock of its own, at start) |
 //! | `Published::current` | publisher | any core | swap L; load A | P1 | `publish_gives_whole_values` |

@@ -11,9 +11,7 @@ pub(crate) use loom::{
     cell::UnsafeCell,
     sync::{
         Arc as CountedArc,
-        atomic::{
-            AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence,
-        },
+        atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
 };
 
@@ -22,6 +20,17 @@ pub(crate) use std::sync::{
     Arc as CountedArc,
     atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence},
 };
+
+/// loom's fence is no point where threads may change, so that a store and the fence after it would be one step. A step on
+/// an atomic that all fences share (Relaxed: it orders nothing) makes it one.
+#[cfg(loom)]
+pub(crate) fn fence(ordering: Ordering) {
+    loom::lazy_static! {
+        static ref STEPS: AtomicUsize = AtomicUsize::new(0);
+    }
+    STEPS.fetch_add(1, Ordering::Relaxed);
+    loom::sync::atomic::fence(ordering);
+}
 
 /// loom's face of `UnsafeCell`, at no cost.
 #[cfg(not(loom))]

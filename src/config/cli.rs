@@ -190,22 +190,22 @@ pub struct ReliabilityArgs {
     #[arg(value_parser = value_parser!(u32).range(..=100), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_RETRY_MAX_RETRIES", hide_env = true)]
     pub retry_max_retries: u32,
-    /// Pause before the first retry
+    /// Accepted for compatibility, no effect: a retry goes to another worker, at once
     #[arg(long, default_value_t = 50, value_name = "MILLISECONDS")]
     #[arg(value_parser = value_parser!(u64).range(..=3_600_000), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_RETRY_INITIAL_BACKOFF_MS", hide_env = true)]
     pub retry_initial_backoff_ms: u64,
-    /// Longest pause before a retry
+    /// Accepted for compatibility, no effect: see --retry-initial-backoff-ms
     #[arg(long, default_value_t = 30_000, value_name = "MILLISECONDS")]
     #[arg(value_parser = value_parser!(u64).range(..=3_600_000), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_RETRY_MAX_BACKOFF_MS", hide_env = true)]
     pub retry_max_backoff_ms: u64,
-    /// Each pause is the last one times this, at least 1
+    /// Accepted for compatibility, no effect: see --retry-initial-backoff-ms
     #[arg(long, default_value_t = 1.5, value_name = "FACTOR")]
     #[arg(value_parser = parse::factor, allow_negative_numbers = true)]
     #[arg(env = "CORELANE_RETRY_BACKOFF_MULTIPLIER", hide_env = true)]
     pub retry_backoff_multiplier: f64,
-    /// Each pause is moved at random by up to this share of it, 0 to 1
+    /// Accepted for compatibility, no effect: see --retry-initial-backoff-ms
     #[arg(long, default_value_t = 0.2, value_name = "RATIO")]
     #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
     #[arg(env = "CORELANE_RETRY_JITTER_FACTOR", hide_env = true)]
@@ -220,7 +220,7 @@ pub struct ReliabilityArgs {
     #[arg(value_parser = BoolishValueParser::new())]
     #[arg(env = "CORELANE_DISABLE_CIRCUIT_BREAKER", hide_env = true)]
     pub disable_circuit_breaker: bool,
-    /// Whole exchange with a worker, from the request sent to the last byte of the answer
+    /// Longest wait for the first byte of an answer, and then between two pieces of it; no stream that flows is cut
     #[arg(long, default_value_t = 1800, value_name = "SECONDS")]
     #[arg(value_parser = value_parser!(u64).range(1..=604_800), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_REQUEST_TIMEOUT_SECS", hide_env = true)]
@@ -386,6 +386,15 @@ pub struct MachineArgs {
     #[arg(value_parser = parse::buffer_count, allow_negative_numbers = true)]
     #[arg(env = "CORELANE_RECV_BUFFER_COUNT", hide_env = true)]
     pub recv_buffer_count: u16,
+    /// Leave a feature of io_uring unused, as an older kernel would; may be repeated
+    #[arg(long, value_name = "FEATURE")]
+    #[arg(value_parser = ["multishot-receive", "deferred-task-run"])]
+    #[arg(
+        env = "CORELANE_IO_URING_WITHOUT",
+        hide_env = true,
+        value_delimiter = ','
+    )]
+    pub io_uring_without: Vec<String>,
 }
 
 fn policy_parser() -> impl TypedValueParser<Value = PolicyKind> {

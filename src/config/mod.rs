@@ -186,6 +186,10 @@ pub struct Config {
     pub recv_buffer_bytes: usize,
     /// Receive buffers of a core, a power of two.
     pub recv_buffer_count: u16,
+    /// Multishot receive may be used where the kernel has it.
+    pub multishot_receive: bool,
+    /// Deferred task run may be used where the kernel has it.
+    pub deferred_task_run: bool,
 }
 
 /// A flag, and why its value cannot be. Shown as clap shows its own errors.
@@ -285,6 +289,14 @@ impl Config {
             core_count: core_count(machine.cores)?,
             recv_buffer_bytes: machine.recv_buffer_bytes as usize,
             recv_buffer_count: machine.recv_buffer_count,
+            multishot_receive: !machine
+                .io_uring_without
+                .iter()
+                .any(|f| f == "multishot-receive"),
+            deferred_task_run: !machine
+                .io_uring_without
+                .iter()
+                .any(|f| f == "deferred-task-run"),
         })
     }
 

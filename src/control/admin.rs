@@ -68,7 +68,6 @@ impl Admin {
 }
 
 async fn dispatch(router: Router, request: AdminRequest) -> AdminReply {
-    let is_head = request.method == "HEAD";
     let mut builder = Request::builder()
         .method(request.method.as_str())
         .uri(request.target.as_str());
@@ -87,13 +86,10 @@ async fn dispatch(router: Router, request: AdminRequest) -> AdminReply {
         Ok(response) => response,
         Err(never) => match never {},
     };
-    let mut reply = whole(response).await;
-    if is_head {
-        reply.body.clear();
-    }
-    reply
+    whole(response).await
 }
 
+/// The answer as the core sends it, without framing. To HEAD axum gives no body.
 async fn whole(response: Response) -> AdminReply {
     let (head, body) = response.into_parts();
     let body = body
@@ -122,7 +118,7 @@ async fn whole(response: Response) -> AdminReply {
     }
 }
 
-/// All routes. The paths are those of `paths::is_admin_path`; a test compares.
+/// All routes. The paths are those of `exchange::paths::is_admin_path`; a test compares.
 pub(super) fn router(plane: Arc<Plane>) -> Router {
     Router::new()
         .route("/health", get(health))

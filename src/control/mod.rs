@@ -1,7 +1,7 @@
 //! The control plane: one ordinary thread with a current-thread tokio runtime. Everything that is not per request.
 //!
 //! `registry` is the list of workers and writes the fleet; `watch` probes them (`health` judges, `probe` asks, `models`
-//! reads their lists); `admin` answers the admin paths that cores hand over (`paths` says which); `metrics` serves
+//! reads their lists); `admin` answers the admin paths that cores hand over (`exchange::paths` says which); `metrics` serves
 //! Prometheus; `drain` ends the process well. It talks to the cores by the published fleet and by their inboxes; a core
 //! never waits for it. The registry's mutex is taken by this thread and by callers of [`Control`], never by a core.
 #![forbid(unsafe_code)]
@@ -11,8 +11,7 @@ mod drain;
 mod health;
 mod metrics;
 mod models;
-pub mod paths;
-mod probe;
+pub mod probe;
 mod registry;
 mod reply;
 mod totals;
@@ -24,8 +23,6 @@ use std::time::Duration;
 
 use shards::{Load, Publisher};
 use tokio::sync::{mpsc, watch as latest};
-
-pub use paths::is_admin_path;
 
 use crate::config::WorkerUrl;
 use crate::shared::{AdminRequest, Fleet, Shared};

@@ -10,6 +10,7 @@ use serde_json::Value;
 use super::testing::{FakeWorker, PATIENCE, Parts, Told, config, parts, pump, until};
 use super::*;
 use crate::config::{Config, Secret};
+use crate::exchange::paths::is_admin_path;
 use crate::shared::AdminReply;
 
 struct Rig {
@@ -27,7 +28,7 @@ fn rig(workers: &[&FakeWorker], change: impl FnOnce(&mut Config)) -> Rig {
         .map(|worker| WorkerUrl::parse(&worker.url()).unwrap())
         .collect();
     change(&mut config);
-    let mut parts = parts(config, 2, 64);
+    let mut parts = parts(config, 2, 256);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let metrics = listener.local_addr().unwrap();
     let (publisher, admin_rx) = (
@@ -417,7 +418,7 @@ fn paths_and_routes_agree() {
         "/get_model_info",
     ];
     for path in gets {
-        assert!(is_admin_path("GET", path), "{path}");
+        assert!(is_admin_path(path), "{path}");
         let (status, text, _) = rig.ask("GET", path, "");
         assert!(status == 200 && !text.is_empty(), "{path}: {status}");
         let (head_status, head_body, _) = rig.ask("HEAD", path, "");
@@ -433,10 +434,7 @@ fn paths_and_routes_agree() {
         "/workers",
     ] {
         let (status, text, reply) = rig.ask("PATCH", path, "");
-        assert!(
-            is_admin_path("PATCH", path) && status == 405,
-            "{path}: {status}"
-        );
+        assert!(is_admin_path(path) && status == 405, "{path}: {status}");
         assert!(text.contains("method_not_allowed"), "{text}");
         assert!(
             reply
@@ -454,6 +452,14 @@ fn paths_and_routes_agree() {
         );
     }
     assert_eq!(rig.ask("GET", "/add_worker?url=http://a", "").0, 405);
+    for (path, wanted) in [
+        ("/add_worker", 405),
+        ("/workers/junk", 404),
+        ("/nothing", 404),
+    ] {
+        let (status, body, _) = rig.ask("HEAD", path, "");
+        assert_eq!((status, body.as_str()), (wanted, ""), "HEAD {path}");
+    }
 }
 
 #[test]
@@ -587,36 +593,33 @@ fn metrics_read_the_counters_and_the_books() {
 }
 
 #[test]
-fn draining_turns_readiness_then_stops_accepting_then_stops() {
+fn draining_turns_readiness_while_still_accepting_and_a_second_signal_stops() {
     let worker = FakeWorker::start(MODEL);
     let mut rig = rig(&[&worker], |config| {
-        config.drain_grace = Duration::from_millis(150);
-        config.drain_timeout = Duration::from_secs(3600);
+        config.drain_grace = Duration::from_secs(3600);
     });
     rig.ready(1);
     rig.control().drain();
     until("draining", || rig.parts.shared.is_draining());
     let (status, body) = rig.get("/readiness");
+    assert_eq!((status, &body["reason"]), (503, &"draining".into()));
+    assert_eq!(rig.get("/liveness").0, 200);
+    assert_eq!(rig.ask("POST", "/add_worker?url=http://a", "").0, 503);
     assert_eq!(
-        (status, &body["reason"], rig.told.drain_count),
-        (503, &"draining".into(), 0),
+        (rig.told.drain_count, rig.told.stop_count),
+        (0, 0),
         "still accepting"
     );
-    assert_eq!(rig.ask("POST", "/add_worker?url=http://a", "").0, 503);
-    let wait = |rig: &mut Rig, what: &str, is_so: fn(&Told) -> bool| {
-        until(what, || {
-            pump(&rig.parts.shared, &mut rig.told);
-            is_so(&rig.told)
-        });
-    };
-    wait(&mut rig, "both cores drain", |told| told.drain_count == 2);
-    assert_eq!(rig.told.stop_count, 0);
     rig.control().drain();
-    wait(&mut rig, "both cores stop", |told| told.stop_count == 2);
+    let Rig { parts, told, .. } = &mut rig;
+    until("both cores stop", || {
+        pump(&parts.shared, told);
+        told.stop_count == 2
+    });
 }
 
 #[test]
-fn the_drain_is_bounded() {
+fn the_drain_tells_the_cores_and_is_bounded() {
     let mut rig = rig(&[], |config| {
         config.drain_grace = Duration::ZERO;
         config.drain_timeout = Duration::from_millis(20);

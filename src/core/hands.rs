@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use shards::{LoadGuard, Pin, Slot};
 
+use super::Core;
 use super::table::{Up, Use, Wire};
-use super::{Core, LINGER_NS};
 use crate::config::Config;
 use crate::exchange::{Ask, Dial, NoSeat, Record, Seat, World, message_start};
 use crate::ring::{Lease, Outgoing, Token};
@@ -55,22 +55,33 @@ impl Hands<'_, '_> {
         length: Option<u64>,
     ) -> Option<Seat> {
         const ATTEMPTS: u32 = 4;
-        let core = &mut *self.core;
-        let shared = core.shared.clone();
+        let Core {
+            shared,
+            chain,
+            policy,
+            scratch,
+            ..
+        } = &mut *self.core;
+        let shared = &**shared;
         let prefixes = TreePrefixes {
             tree: &shared.tree,
             pin: self.turn.pin,
-            chain: &core.chain,
+            chain,
         };
+        let mut closed: Vec<Slot> = Vec::new();
         for attempt in 0..ATTEMPTS {
             let decision = route::decide(
                 &shared.config.settings,
                 length.map(|length| (&prefixes, length)),
                 candidates,
-                ask.tried,
+                if closed.is_empty() {
+                    ask.tried
+                } else {
+                    &closed
+                },
                 shared.books,
-                &mut core.policy,
-                &mut core.scratch,
+                policy,
+                scratch,
             )?;
             let worker = self.turn.fleet.worker(decision.slot)?;
             // The last attempt takes the seat at whatever load it has: being chosen four times in a row by others means
@@ -82,15 +93,20 @@ impl Hands<'_, '_> {
             };
             match guard {
                 Ok(guard) => {
-                    core.note(&decision, ask.prompt_bytes, length);
+                    self.core.note(&decision, length);
                     return Some(Seat {
                         slot: decision.slot,
                         guard,
                     });
                 }
                 Err(Some(_)) => {}
-                // Closed since this fleet was published; the next one does not have it.
-                Err(None) => return None,
+                // Closed since this fleet was published: as if it had been tried.
+                Err(None) => {
+                    if closed.is_empty() {
+                        closed.extend_from_slice(ask.tried);
+                    }
+                    closed.push(decision.slot);
+                }
             }
         }
         None
@@ -155,14 +171,16 @@ impl World for Hands<'_, '_> {
     }
 
     fn finish(&mut self) {
-        let at = self.turn.now_ns + LINGER_NS;
-        if let Some(down) = self.core.downs.find(self.client) {
-            down.is_finishing = true;
-            down.wire.wants_receive = true;
-        }
         let client = self.client;
+        if let Some(down) = self.core.downs.find(client) {
+            down.is_finishing = true;
+            // What it still sends is read and dropped, so that it gets what we sent.
+            down.wire.is_held_by_session = false;
+            down.wire.is_held_by_queue = false;
+        }
+        self.core.match_receive(client);
+        self.core.put_off_cut(client);
         self.core.finish_if_flushed(client);
-        self.deadline(at);
     }
 
     fn abort(&mut self) {
@@ -177,7 +195,20 @@ impl World for Hands<'_, '_> {
 
     fn read_client(&mut self, on: bool) {
         let client = self.client;
-        self.core.want_receive(client, on);
+        if let Some(wire) = self.wire() {
+            wire.is_held_by_session = !on;
+        }
+        self.core.match_receive(client);
+    }
+
+    fn is_client_held(&mut self) -> bool {
+        self.wire().is_some_and(|wire| wire.is_held_by_queue)
+    }
+
+    fn is_worker_held(&mut self) -> bool {
+        let leg = self.leg();
+        leg.and_then(|leg| self.core.ups.find(leg))
+            .is_some_and(|up| up.wire.is_held_by_queue)
     }
 
     fn watch_client(&mut self) {
@@ -194,14 +225,7 @@ impl World for Hands<'_, '_> {
 
     fn deadline(&mut self, at_ns: u64) {
         let client = self.client;
-        let core = &mut *self.core;
-        let Some(down) = core.downs.find(client) else {
-            return;
-        };
-        down.deadline_ns = at_ns;
-        if at_ns < down.timer_ns {
-            down.timer_ns = core.wheel.insert(client, at_ns);
-        }
+        self.core.set_deadline(client, at_ns);
     }
 
     fn choose(&mut self, ask: Ask<'_>) -> Result<Seat, NoSeat> {
@@ -269,7 +293,6 @@ impl World for Hands<'_, '_> {
                 if let Some(up) = core.ups.find(token) {
                     up.wire.fd = Some(fd);
                     up.wire.is_connecting = true;
-                    up.wire.wants_receive = true;
                 }
                 if let Some(down) = core.downs.find(self.client) {
                     down.leg = Some(token);
@@ -287,6 +310,11 @@ impl World for Hands<'_, '_> {
 
     fn send_message(&mut self, message: Vec<u8>) {
         let from = message_start(&message);
+        if let Some(leg) = self.leg()
+            && let Some(up) = self.core.ups.find(leg)
+        {
+            up.wire.message_bytes = message.len() - from;
+        }
         self.queue_for_worker(Outgoing::Heap(message, from));
     }
 
@@ -318,22 +346,25 @@ impl World for Hands<'_, '_> {
         else {
             return;
         };
+        // Neither waits for the other any more.
+        if let Some(down) = core.downs.find(self.client) {
+            down.wire.is_held_by_queue = false;
+        }
+        core.match_receive(self.client);
         let Some(up) = core.ups.find(token) else {
             return;
         };
         up.usage = Use::Nobody;
-        let is_clean = !up.wire.is_sending && up.wire.queue.is_empty() && !up.wire.is_connecting;
-        if keep
-            && is_clean
-            && !up.wire.is_dead
-            && known(up.slot)
-            && !core.shared.config.pool_idle_timeout.is_zero()
-        {
+        up.wire.is_held_by_queue = false;
+        let wire = &up.wire;
+        let is_clean = !wire.is_sending && wire.queue.is_empty() && wire.is_open && !wire.is_dead;
+        let reuses = !core.shared.config.pool_idle_timeout.is_zero();
+        if keep && is_clean && reuses && known(up.slot) {
             up.usage = Use::Idle;
             let slot = up.slot;
             core.idles.put(slot, token, now_ns);
             // An idle connection always listens, so that its end is noticed at once.
-            core.want_receive(token, true);
+            core.match_receive(token);
         } else {
             core.kill(token);
         }

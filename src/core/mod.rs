@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use shards::{Lesson, Pin, PrefixHash, Reader, Receiver, Sender, Shard, Slot};
 
 use crate::exchange::Session;
-use crate::ring::{Event, Outgoing, Received, Ring, RingLimits, Token};
+use crate::ring::{Abilities, Event, Outgoing, Received, Ring, RingLimits, Token};
 use crate::route::{self, Batches, Decision, KeySeed};
 use crate::shared::{CoreShared, CoreStats, Shared, ToCore};
 use crate::upstream::Idles;
@@ -61,6 +61,8 @@ pub struct Seed {
     pub receivers: Vec<Receiver<Lesson>>,
     /// For choices and request ids.
     pub random_seed: u64,
+    /// What the kernel can do.
+    pub abilities: Abilities,
     /// What all share.
     pub shared: Arc<Shared>,
 }
@@ -129,8 +131,8 @@ impl Core {
         let limits = RingLimits {
             buffer_count: config.recv_buffer_count,
             buffer_bytes: config.recv_buffer_bytes,
-            multishot_receive: true,
-            defer_taskrun: true,
+            multishot_receive: config.multishot_receive && seed.abilities.multishot_receive,
+            defer_taskrun: config.deferred_task_run,
         };
         let connections_max = config
             .connection_count_max
@@ -173,6 +175,8 @@ impl Core {
     /// The loop: work off messages and lessons, sleep, handle what happened.
     fn run(&mut self, mut reader: Reader) -> io::Result<()> {
         self.accept();
+        // One count for the whole run: taken each turn it would be a line that all cores write.
+        let shared = self.shared.clone();
         loop {
             self.read_inbox(&mut reader);
             let more = self.work_shard();
@@ -184,10 +188,9 @@ impl Core {
             self.me().doorbell.announce_awake();
             self.stats().turns.add(1);
             let pin = reader.pin();
-            let fleet = self.shared.clone();
             let turn = Turn {
                 pin: &pin,
-                fleet: fleet.fleet.load(&pin),
+                fleet: shared.fleet.load(&pin),
                 now_ns: self.clock_ns(),
             };
             while let Some(event) = self.ring.next_event() {
@@ -264,11 +267,14 @@ impl Core {
         }
     }
 
-    /// Applies lessons from all cores, a bounded number of steps. `true`: there is more.
+    /// Applies lessons from all cores, a bounded number of steps. `true`: there is more to apply (what waits in the
+    /// mailboxes is looked for before the sleep).
     fn work_shard(&mut self) -> bool {
         let mut received = 0;
+        let most = SHARD_STEPS / self.receivers.len().max(1);
         for receiver in &mut self.receivers {
-            while received < SHARD_STEPS
+            let until = received + most.max(1);
+            while received < until
                 && let Some(lesson) = receiver.try_recv()
             {
                 self.shard.apply(lesson);
@@ -276,7 +282,7 @@ impl Core {
             }
         }
         if self.shard.is_idle() && self.purging.is_empty() {
-            return received == SHARD_STEPS;
+            return false;
         }
         let more = self.shard.work(SHARD_STEPS);
         let shard = &self.shard;
@@ -288,7 +294,7 @@ impl Core {
             }
             !done
         });
-        more || received == SHARD_STEPS
+        more
     }
 
     /// How long the coming wait may be. What could have come since the last look is looked for again after the doorbell knows.
@@ -311,13 +317,16 @@ impl Core {
         Some(sleep_until(next, now))
     }
 
-    fn is_over(&self) -> bool {
-        let quiet = self.downs.len() == 0 && self.listener.is_none() && !self.is_accepting;
-        if self.is_stopping {
-            quiet && self.ups.len() == 0
-        } else {
-            self.is_draining && quiet
+    /// Whether nothing is left to do. Connections to workers go last, so that the kernel holds none of our memory then.
+    fn is_over(&mut self) -> bool {
+        let is_quiet = self.downs.len() == 0 && self.listener.is_none() && !self.is_accepting;
+        if !(self.is_draining && is_quiet) {
+            return false;
         }
+        for token in self.ups.tokens() {
+            self.kill(token);
+        }
+        self.ups.len() == 0
     }
 
     // ---- what happened ----
@@ -337,7 +346,11 @@ impl Core {
             Event::Accepted(fd) => self.accepted(turn, fd),
             Event::AcceptEnded(errno) => self.accept_ended(turn, errno),
             Event::Connected { token, result } => self.connected(turn, token, result),
-            Event::Gone { token } => self.gone(turn, token),
+            Event::Watched {
+                token,
+                armed,
+                broken,
+            } => self.watched(turn, token, armed, broken),
             Event::Woken => {}
         }
     }
@@ -353,6 +366,7 @@ impl Core {
     fn received(&mut self, turn: Turn<'_>, token: Token, received: Received, armed: bool) {
         let Some(wire) = self.wire(token) else { return };
         wire.is_receiving = armed;
+        wire.is_stopping &= armed;
         if wire.is_dead {
             drop(received);
             return self.free_if_done(token);
@@ -360,10 +374,10 @@ impl Core {
         match received {
             Received::Data(lease) => {
                 self.data(turn, token, lease);
-                self.want_receive_again(token);
+                self.match_receive(token);
             }
             Received::Starved => self.starved.push(token),
-            Received::Stopped => self.want_receive_again(token),
+            Received::Stopped => self.match_receive(token),
             Received::End => self.ended(turn, token, false),
             Received::Failed(_) => self.ended(turn, token, true),
         }
@@ -390,7 +404,7 @@ impl Core {
     /// The peer has ended its direction, or the connection broke.
     fn ended(&mut self, turn: Turn<'_>, token: Token, failed: bool) {
         if let Some(wire) = self.wire(token) {
-            wire.wants_receive = false;
+            wire.is_open = false;
         }
         if is_upstream(token) {
             match self.ups.find(token).map(|up| up.usage) {
@@ -419,16 +433,18 @@ impl Core {
         });
     }
 
-    /// A watched client's connection has been reset.
-    fn gone(&mut self, turn: Turn<'_>, token: Token) {
+    /// Something happened to a client that has ended its direction: a reset says that it is gone.
+    fn watched(&mut self, turn: Turn<'_>, token: Token, armed: bool, broken: bool) {
         let Some(down) = self.downs.find(token) else {
             return;
         };
-        down.wire.is_watched = false;
+        down.wire.is_watched = armed;
         if down.wire.is_dead {
             return self.free_if_done(token);
         }
-        self.with_session(turn, token, |session, hands| session.on_client_gone(hands));
+        if broken {
+            self.with_session(turn, token, |session, hands| session.on_client_gone(hands));
+        }
     }
 
     fn sent(
@@ -444,7 +460,7 @@ impl Core {
         let done = match result {
             Ok(n) => {
                 bytes.advance(n);
-                wire.queued_bytes = wire.queued_bytes.saturating_sub(n);
+                wire.account_sent(n);
                 n == len
             }
             Err(libc::EAGAIN | libc::EINTR) => false,
@@ -519,7 +535,10 @@ impl Core {
             return self.kill(token);
         };
         if result.is_ok() {
-            self.want_receive(token, true);
+            if let Some(up) = self.ups.find(token) {
+                up.wire.is_open = true;
+            }
+            self.match_receive(token);
             self.with_session(turn, client, |session, hands| session.on_connected(hands));
         } else {
             self.with_session(turn, client, |session, hands| {
@@ -552,6 +571,7 @@ impl Core {
         let client = self.downs.insert(Down {
             wire: Wire {
                 fd: Some(fd),
+                is_open: true,
                 ..Wire::default()
             },
             session: Some(Box::new(Session::new())),
@@ -561,7 +581,7 @@ impl Core {
             is_finishing: false,
             is_lingering: false,
         });
-        self.want_receive(client, true);
+        self.match_receive(client);
         self.with_session(turn, client, |session, hands| session.begin(hands));
     }
 
@@ -595,16 +615,30 @@ impl Core {
             let Some(down) = self.downs.find(token) else {
                 continue;
             };
+            if down.timer_ns > turn.now_ns {
+                continue; // An entry left over from a later deadline: the one that counts is still in the wheel.
+            }
             down.timer_ns = u64::MAX;
-            if down.deadline_ns > turn.now_ns {
-                if down.deadline_ns != u64::MAX {
-                    down.timer_ns = self.wheel.insert(token, down.deadline_ns);
-                }
+            let deadline_ns = std::mem::replace(&mut down.deadline_ns, u64::MAX);
+            if deadline_ns > turn.now_ns {
+                self.set_deadline(token, deadline_ns);
                 continue;
             }
-            down.deadline_ns = u64::MAX;
+            let is_idle = down
+                .session
+                .as_ref()
+                .is_some_and(|session| session.is_idle());
             if down.is_finishing {
+                // Lingering is over, or the client has not taken a byte for too long: then it must be able to tell.
+                if !down.is_lingering
+                    && let Some(fd) = &down.wire.fd
+                {
+                    crate::ring::reset_on_close(fd);
+                }
                 self.kill(token);
+            } else if is_idle && down.wire.is_sending {
+                // The last answer is still leaving: the time between requests has not begun.
+                self.set_deadline(token, turn.now_ns + LINGER_NS);
             } else {
                 self.with_session(turn, token, |session, hands| session.on_deadline(hands));
             }
@@ -662,8 +696,11 @@ impl Core {
         if wire.is_dead || bytes.bytes().is_empty() {
             return;
         }
-        wire.queued_bytes += bytes.bytes().len();
-        let over = wire.queued_bytes > limit;
+        let is_message = wire.message_bytes > 0 && !wire.is_sending && wire.queue.is_empty();
+        if !is_message {
+            wire.queued_bytes += bytes.bytes().len();
+        }
+        let is_over = wire.queued_bytes > limit;
         if wire.is_sending || !wire.queue.is_empty() {
             // Behind a send that waits: shared buffers must not wait with it.
             let bytes = match bytes {
@@ -675,8 +712,8 @@ impl Core {
             wire.queue.push_back(bytes);
             self.send_next(token);
         }
-        if over && let Some(source) = self.source(token) {
-            self.want_receive(source, false);
+        if is_over && let Some(source) = self.source(token) {
+            self.hold_by_queue(source, true);
         }
     }
 
@@ -716,15 +753,24 @@ impl Core {
         if wire.queued_bytes <= limit
             && let Some(source) = self.source(token)
         {
-            self.want_receive(source, true);
+            self.hold_by_queue(source, false);
         }
         if !is_upstream(token) {
             self.finish_if_flushed(token);
         }
     }
 
-    /// Arms a receive, or stops one.
-    fn want_receive(&mut self, token: Token, on: bool) {
+    fn hold_by_queue(&mut self, token: Token, held: bool) {
+        if let Some(wire) = self.wire(token)
+            && wire.is_held_by_queue != held
+        {
+            wire.is_held_by_queue = held;
+            self.match_receive(token);
+        }
+    }
+
+    /// Arms or stops a receive, as it should be. A stop that is taken back ends first; then comes a new receive.
+    fn match_receive(&mut self, token: Token) {
         let ring = &mut self.ring;
         let wire = if is_upstream(token) {
             self.ups.find(token).map(|up| &mut up.wire)
@@ -732,54 +778,60 @@ impl Core {
             self.downs.find(token).map(|down| &mut down.wire)
         };
         let Some(wire) = wire else { return };
-        if on == wire.wants_receive && on == wire.is_receiving || wire.is_dead || wire.is_connecting
-        {
-            return;
-        }
-        wire.wants_receive = on;
         let Some(fd) = &wire.fd else { return };
-        if on && !wire.is_receiving {
+        if wire.wants_receive() && !wire.is_receiving {
             ring.receive(token, fd);
             wire.is_receiving = true;
-        } else if !on && wire.is_receiving {
+        } else if wire.is_open && !wire.wants_receive() && wire.is_receiving && !wire.is_stopping {
             ring.stop_receiving(token);
-        }
-    }
-
-    fn want_receive_again(&mut self, token: Token) {
-        if self
-            .wire(token)
-            .is_some_and(|wire| wire.wants_receive && !wire.is_receiving && !wire.is_dead)
-        {
-            self.want_receive(token, true);
+            wire.is_stopping = true;
         }
     }
 
     fn rearm_starved(&mut self) {
         for token in std::mem::take(&mut self.starved) {
-            self.want_receive_again(token);
+            self.match_receive(token);
         }
     }
 
     /// Ends our direction when a finished connection has sent all it had.
     fn finish_if_flushed(&mut self, token: Token) {
+        let now_ns = self.clock_ns();
         let Some(down) = self.downs.find(token) else {
             return;
         };
-        if !down.is_finishing
-            || down.is_lingering
-            || down.wire.is_sending
-            || !down.wire.queue.is_empty()
-        {
+        if !down.is_finishing || down.is_lingering {
             return;
         }
+        if down.wire.is_sending || !down.wire.queue.is_empty() {
+            return self.put_off_cut(token);
+        }
         down.is_lingering = true;
-        let peer_has_ended = !down.wire.is_receiving;
+        let has_ended = !down.wire.is_open;
         if let Some(fd) = &down.wire.fd {
             crate::ring::shutdown_write(fd);
         }
-        if peer_has_ended {
+        if has_ended {
             self.kill(token);
+        } else {
+            self.set_deadline(token, now_ns + LINGER_NS);
+        }
+    }
+
+    /// A finishing connection is cut when its client takes nothing for as long as a body may pause.
+    fn put_off_cut(&mut self, token: Token) {
+        let at = self.clock_ns() + self.shared.config.body_read_timeout.as_nanos() as u64;
+        self.set_deadline(token, at);
+    }
+
+    /// Sets when `on_deadline` (or the cut of a finishing connection) is due.
+    fn set_deadline(&mut self, client: Token, at_ns: u64) {
+        let Some(down) = self.downs.find(client) else {
+            return;
+        };
+        down.deadline_ns = at_ns;
+        if at_ns < down.timer_ns {
+            down.timer_ns = self.wheel.insert(client, at_ns);
         }
     }
 
@@ -859,18 +911,17 @@ impl Core {
     // ---- the shards ----
 
     /// Counts a decision.
-    fn note(&self, decision: &Decision, prompt_bytes: u64, length: Option<u64>) {
+    fn note(&self, decision: &Decision, length: Option<u64>) {
         let stats = self.stats();
         stats.decisions[decision.reason as usize].add(1);
         let worker = &stats.workers[usize::from(decision.slot.0)];
         worker.chosen.add(1);
         if let Some(length) = length {
-            worker.prompt_bytes.add(length.max(1));
+            worker.prompt_bytes.add(length);
             worker
                 .matched_bytes
                 .add(route::bytes_of_blocks(decision.matched_blocks));
         }
-        let _ = prompt_bytes;
     }
 
     /// Teaches the shards that a worker will hold this prompt. Advice: what does not fit into a mailbox is dropped and counted.

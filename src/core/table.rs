@@ -24,13 +24,21 @@ pub struct Wire {
     pub queue: VecDeque<Outgoing>,
     /// Bytes in the queue, and in the send in flight where it is known.
     pub queued_bytes: usize,
+    /// Bytes of a request in front of them, which nothing has to wait for: it was read whole already.
+    pub message_bytes: usize,
     pub is_sending: bool,
     /// A receive is with the kernel.
     pub is_receiving: bool,
+    /// Its stop has been asked for.
+    pub is_stopping: bool,
     /// A poll for a reset is with the kernel.
     pub is_watched: bool,
-    /// A receive should be with the kernel.
-    pub wants_receive: bool,
+    /// It is open for receiving at all: connected, and not yet ended by the peer.
+    pub is_open: bool,
+    /// The session does not want its bytes now.
+    pub is_held_by_session: bool,
+    /// The other side has not taken what came from here.
+    pub is_held_by_queue: bool,
     /// A connect is with the kernel.
     pub is_connecting: bool,
     /// No more is done with it; it is freed when the last operation has come back.
@@ -38,6 +46,18 @@ pub struct Wire {
 }
 
 impl Wire {
+    /// Whether a receive should be with the kernel.
+    pub fn wants_receive(&self) -> bool {
+        self.is_open && !self.is_held_by_session && !self.is_held_by_queue && !self.is_dead
+    }
+
+    /// Takes bytes that have left off the count.
+    pub fn account_sent(&mut self, n: usize) {
+        let message = n.min(self.message_bytes);
+        self.message_bytes -= message;
+        self.queued_bytes = self.queued_bytes.saturating_sub(n - message);
+    }
+
     /// Whether the kernel still works on it.
     pub fn is_busy(&self) -> bool {
         self.is_sending || self.is_receiving || self.is_connecting || self.is_watched

@@ -78,12 +78,22 @@ pub struct NewSequence {
 pub enum Event {
     /// The prompt is computed; the first token comes right after, unless none is wanted: that ends the sequence.
     Prefilled {
+        /// The sequence.
         id: u64,
+        /// Prompt tokens that were not computed here.
         cached_tokens: u32,
+        /// No token is wanted: the sequence has ended.
         is_last: bool,
     },
-    /// Token `index` (from 0) of the answer. `is_last` ends the sequence.
-    Token { id: u64, index: u32, is_last: bool },
+    /// A token of the answer.
+    Token {
+        /// The sequence.
+        id: u64,
+        /// Which token, from 0.
+        index: u32,
+        /// The sequence has ended with it.
+        is_last: bool,
+    },
 }
 
 /// Totals since the start, and the state at the moment.

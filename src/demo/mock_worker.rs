@@ -13,7 +13,7 @@ use super::{FleetArgs, SpeedArgs, start_fleet};
 /// Threads of a fleet at most: it is not meant to be the bottleneck, nor to take the machine.
 const THREADS_MAX: usize = 4;
 
-/// Flags of `corelane mock-worker`.
+/// Serves simulated vLLM workers and nothing else, for tests of what is in front of them.
 #[derive(Args, Clone, Debug)]
 pub struct MockWorkerArgs {
     /// Address to listen on

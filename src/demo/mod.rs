@@ -27,7 +27,6 @@ mod show;
 mod view;
 mod words;
 
-pub use engine::EngineConfig;
 pub use mock_worker::MockWorkerArgs;
 pub use show::{Summary, show};
 
@@ -123,9 +122,24 @@ fn rate(text: &str) -> Result<f64, String> {
 }
 
 impl SpeedArgs {
-    fn engine(&self) -> EngineConfig {
+    /// The defaults, but for an engine that takes no time at all: for tests of what is in front of it.
+    pub fn instant() -> SpeedArgs {
+        SpeedArgs {
+            prefill_tps: 0.0,
+            itl: 0.0,
+            itl_per_seq: None,
+            output_tokens: 64,
+            max_num_seqs: 64,
+            max_num_batched_tokens: 512,
+            block_size: 16,
+            num_gpu_blocks: 8192,
+            max_model_len: 32_768,
+        }
+    }
+
+    fn engine(&self) -> engine::EngineConfig {
         let step = |ms: f64| Duration::from_secs_f64(ms.min(1e9) / 1e3);
-        EngineConfig {
+        engine::EngineConfig {
             block_tokens: self.block_size,
             cache_blocks: self.num_gpu_blocks,
             prefill_tokens_per_s: self.prefill_tps,
@@ -137,7 +151,7 @@ impl SpeedArgs {
     }
 }
 
-/// Flags of `corelane demo`.
+/// Starts simulated vLLM workers and the router in front of them, and shows them at work (no GPU needed).
 #[derive(Args, Clone, Debug)]
 pub struct DemoArgs {
     /// Simulated workers
@@ -400,7 +414,7 @@ mod tests {
         );
         assert_eq!(
             plain.speed.engine(),
-            EngineConfig::default(),
+            engine::EngineConfig::default(),
             "the flags' defaults are the model's"
         );
         assert_eq!(args(&["--load"]).unwrap().load, Some(32));
@@ -410,6 +424,7 @@ mod tests {
             .speed
             .engine();
         assert!(instant.step_base.is_zero() && instant.step_per_sequence.is_zero());
+        assert_eq!(SpeedArgs::instant().engine(), instant);
         assert_eq!(instant.prefill_tokens_per_s, 0.0);
         for wrong in [
             ["--itl", "-1"],

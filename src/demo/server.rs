@@ -14,10 +14,10 @@ use ahash::AHashMap;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, StatusCode, header};
 use hyper::body::Frame;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
@@ -536,18 +536,13 @@ mod tests {
     use super::super::{FleetArgs, SimFleet, SpeedArgs, start_fleet};
     use super::*;
 
-    /// An engine that takes no time, but for what a test changes.
+    /// An engine that takes no time and has little room, but for what a test changes.
     fn speed() -> SpeedArgs {
         SpeedArgs {
-            prefill_tps: 0.0,
-            itl: 0.0,
-            itl_per_seq: None,
             output_tokens: 10,
-            max_num_seqs: 64,
-            max_num_batched_tokens: 512,
-            block_size: 16,
             num_gpu_blocks: 1000,
             max_model_len: 4000,
+            ..SpeedArgs::instant()
         }
     }
 

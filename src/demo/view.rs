@@ -17,6 +17,9 @@ use ratatui::{DefaultTerminal, Frame};
 use super::load::LoadTotals;
 use super::{FleetView, SimStats};
 
+/// Rows below the boxes: router, its latency, fleet, load, the load's last error.
+const BOTTOM_ROWS: u16 = 5;
+
 /// Everything at one moment.
 #[derive(Clone, Debug)]
 pub struct Sample {
@@ -231,24 +234,33 @@ pub fn plain_line(elapsed: Duration, figures: &Figures) -> String {
 
 /// Draws the full screen.
 pub fn draw(frame: &mut Frame, banner: &Banner, elapsed: Duration, figures: &Figures) {
-    let width = usize::from(frame.area().width.max(1));
+    let area = frame.area();
     let curl = format!("try: {}", banner.curl());
-    let curl_rows = curl.len().div_ceil(width) as u16 + 1;
-    let table_rows = figures.workers.len() as u16 + 3;
+    // Wrapped at blanks, a text may need one row more than its length says.
+    let curl_rows = curl.len().div_ceil(usize::from(area.width.max(1))) as u16 + 1;
+    let decision_rows = figures.decisions.len().max(1) as u16 + 2;
+    let others = 1 + curl_rows + decision_rows + BOTTOM_ROWS;
+    let table_rows = area
+        .height
+        .saturating_sub(others)
+        .min(figures.workers.len() as u16 + 3);
     let [head, try_it, table, decisions, rest] = Layout::vertical([
         Constraint::Length(1),
         Constraint::Length(curl_rows),
-        Constraint::Length(table_rows),
-        Constraint::Length(figures.decisions.len().max(1) as u16 + 2),
-        Constraint::Min(4),
+        Constraint::Length(table_rows.max(4)),
+        Constraint::Length(decision_rows),
+        Constraint::Min(BOTTOM_ROWS),
     ])
-    .areas(frame.area());
+    .areas(area);
     frame.render_widget(head_line(banner, elapsed), head);
     frame.render_widget(
         Paragraph::new(curl).dim().wrap(Wrap { trim: false }),
         try_it,
     );
-    frame.render_widget(worker_table(&figures.workers), table);
+    frame.render_widget(
+        worker_table(&figures.workers, table.width, table.height),
+        table,
+    );
     frame.render_widget(decision_list(&figures.decisions), decisions);
     frame.render_widget(bottom(figures), rest);
 }
@@ -263,45 +275,79 @@ fn head_line(banner: &Banner, elapsed: Duration) -> Line<'static> {
     ])
 }
 
-fn worker_table(workers: &[WorkerFigures]) -> Table<'static> {
-    let names = [
-        "worker",
-        "state",
-        "in flight",
-        "waiting",
-        "hit rate",
-        "expected",
-        "KV used",
-        "tokens/s",
-        "requests",
-    ];
-    let rows = workers.iter().map(|worker| {
-        let color = match worker.state {
-            "ready" => Color::Green,
-            "draining" => Color::Yellow,
-            _ => Color::Red,
-        };
-        let percent = |part: f64| number(format!("{:.1} %", part * 100.0));
-        Row::new([
-            Cell::from(worker.url.clone()),
-            Cell::from(Span::styled(worker.state, Style::new().fg(color))),
-            number(worker.in_flight.to_string()),
-            number(worker.waiting.to_string()),
-            percent(worker.hit_rate),
-            percent(worker.expected_hit_rate),
-            percent(worker.usage),
-            number(format!("{:.0}", worker.tokens_per_s)),
-            number(worker.requests.to_string()),
-        ])
+/// Columns of the table: name and width in cells.
+const COLUMNS: [(&str, u16); 9] = [
+    ("worker", 15),
+    ("state", 9),
+    ("in flight", 9),
+    ("waiting", 7),
+    ("hit rate", 8),
+    ("expected", 8),
+    ("KV used", 7),
+    ("tok/s", 6),
+    ("requests", 8),
+];
+/// The column that is left out below [`WIDE`].
+const KV_USED: usize = 6;
+/// All columns, the blanks between them and the border.
+const WIDE: u16 = 87;
+
+fn worker_table(workers: &[WorkerFigures], width: u16, height: u16) -> Table<'static> {
+    let is_wide = width >= WIDE;
+    let is_shown = |column: usize| is_wide || column != KV_USED;
+    let fitting = usize::from(height.saturating_sub(3));
+    let rows = workers.iter().take(fitting).map(|worker| {
+        let cells = worker_cells(worker).into_iter().enumerate();
+        Row::new(
+            cells
+                .filter(|(column, _)| is_shown(*column))
+                .map(|(_, cell)| cell),
+        )
     });
-    let widths = [22, 9, 9, 7, 8, 8, 8, 8, 9].map(Constraint::Length);
-    let head = Row::new(names.iter().enumerate().map(|(nth, name)| match nth {
+    let columns = || {
+        COLUMNS
+            .iter()
+            .enumerate()
+            .filter(|(column, _)| is_shown(*column))
+    };
+    let widths: Vec<Constraint> = columns()
+        .map(|(column, (_, width))| match column {
+            0 => Constraint::Min(*width),
+            _ => Constraint::Length(*width),
+        })
+        .collect();
+    let head = Row::new(columns().map(|(column, (name, _))| match column {
         0 | 1 => Cell::from(*name),
         _ => number((*name).to_owned()),
     }));
+    let title = match workers.len() {
+        all if all > fitting => format!(" workers ({fitting} of {all}) "),
+        _ => " workers ".to_owned(),
+    };
     Table::new(rows, widths)
         .header(head.style(Style::new().add_modifier(Modifier::DIM)))
-        .block(Block::bordered().title(" workers "))
+        .block(Block::bordered().title(title))
+}
+
+fn worker_cells(worker: &WorkerFigures) -> [Cell<'static>; 9] {
+    let color = match worker.state {
+        "ready" => Color::Green,
+        "draining" => Color::Yellow,
+        _ => Color::Red,
+    };
+    let percent = |part: f64| number(format!("{:.1} %", part * 100.0));
+    let address = worker.url.strip_prefix("http://").unwrap_or(&worker.url);
+    [
+        Cell::from(address.to_owned()),
+        Cell::from(Span::styled(worker.state, Style::new().fg(color))),
+        number(worker.in_flight.to_string()),
+        number(worker.waiting.to_string()),
+        percent(worker.hit_rate),
+        percent(worker.expected_hit_rate),
+        percent(worker.usage),
+        number(format!("{:.0}", worker.tokens_per_s)),
+        number(worker.requests.to_string()),
+    ]
 }
 
 fn number(text: String) -> Cell<'static> {
@@ -330,18 +376,20 @@ fn decision_list(decisions: &[(&'static str, f64, u64)]) -> Paragraph<'static> {
 }
 
 fn bottom(figures: &Figures) -> Paragraph<'static> {
-    let mut lines = vec![Line::from(format!(
-        "router   {:.1} requests/s   {} requests   {} open streams   added latency p50 {:.0} us, p99 {:.0} us",
-        figures.requests_per_s,
-        figures.requests,
-        figures.open_streams,
-        figures.added_us.0,
-        figures.added_us.1,
-    ))];
-    lines.push(Line::from(format!(
-        "fleet    {:.1} % of prompt tokens cached",
-        figures.hit_rate * 100.0
-    )));
+    let (p50, p99) = figures.added_us;
+    let mut lines = vec![
+        Line::from(format!(
+            "router   {:.1} requests/s   {} requests   {} open streams",
+            figures.requests_per_s, figures.requests, figures.open_streams
+        )),
+        Line::from(format!(
+            "         added latency p50 {p50:.0} us, p99 {p99:.0} us"
+        )),
+        Line::from(format!(
+            "fleet    {:.1} % of prompt tokens cached",
+            figures.hit_rate * 100.0
+        )),
+    ];
     match &figures.load {
         None => lines.push(Line::from("load     none; start with --load for one").dim()),
         Some(load) => {
@@ -490,26 +538,27 @@ mod tests {
         assert!((load.first_token_p50_ms - 80.0).abs() < 6.0);
     }
 
-    #[test]
-    fn the_screen_holds_every_figure_and_survives_any_size() {
+    fn screen(width: u16, height: u16, figures: &Figures) -> String {
         let banner = Banner {
             router: ([127, 0, 0, 1], 30000).into(),
             model: "demo".into(),
         };
-        for (width, height) in [(1, 1), (20, 3), (80, 24), (120, 40)] {
-            let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-            terminal
-                .draw(|frame| draw(frame, &banner, Duration::from_secs(75), &figures()))
-                .unwrap();
-            let text = terminal.backend().to_string();
-            if (width, height) != (120, 40) {
-                continue;
-            }
+        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+        terminal
+            .draw(|frame| draw(frame, &banner, Duration::from_secs(75), figures))
+            .unwrap();
+        terminal.backend().to_string()
+    }
+
+    #[test]
+    fn the_screen_holds_every_figure_on_a_usual_terminal() {
+        for (width, height) in [(80, 24), (120, 40)] {
+            let text = screen(width, height, &figures());
             for part in [
                 "http://127.0.0.1:30000",
                 "01:15",
                 "try: curl",
-                "http://127.0.0.1:9",
+                "127.0.0.1:9 ",
                 "ready",
                 "80.0 %",
                 "90.0 %",
@@ -519,9 +568,25 @@ mod tests {
                 "10.0 turns/s",
                 "0 errors",
             ] {
-                assert!(text.contains(part), "{part} in\n{text}");
+                assert!(text.contains(part), "{width} x {height}: {part} in\n{text}");
             }
+            assert_eq!(text.contains("KV used"), width >= WIDE);
         }
+    }
+
+    #[test]
+    fn the_screen_survives_any_size_and_says_what_it_leaves_out() {
+        let mut many = figures();
+        many.workers = vec![many.workers[0].clone(); 256];
+        for (width, height) in [(1, 1), (20, 3), (40, 10), (300, 5)] {
+            screen(width, height, &many);
+        }
+        let text = screen(100, 30, &many);
+        assert!(text.contains(" of 256) "), "{text}");
+        assert!(
+            text.contains("10.0 turns/s"),
+            "the rows below keep their place:\n{text}"
+        );
     }
 
     #[test]

@@ -18,6 +18,7 @@
 //! - **E4** A connection whose end of message is in doubt is never used again, on either side.
 
 pub mod endpoint;
+pub mod paths;
 mod world;
 
 use shards::{LoadGuard, Slot};
@@ -55,8 +56,10 @@ pub struct Session {
     half_closed: bool,
     /// No further request is taken.
     finished: bool,
-    /// Reading was stopped because of pipelined requests.
+    /// Reading was stopped because of pipelined requests, or of a body that waits for its connection.
     held_back: bool,
+    /// Requests are being taken out of the inbox: an exchange that ends meanwhile does not begin that again.
+    is_pumping: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,6 +99,8 @@ struct Exchange {
     retries: u32,
     last_failure: u16,
     leg: Leg,
+    /// When the current leg was begun, ns.
+    dialed_ns: u64,
     resent: bool,
     /// Any byte of the current leg's answer was seen.
     answer_begun: bool,
@@ -237,7 +242,27 @@ impl Session {
             return world.finish();
         };
         match exchange.state {
-            State::Admin => {}
+            State::Waiting | State::Streaming
+                if exchange.leg == Leg::Connecting && world.now_ns() >= limit(exchange, world) =>
+            {
+                // A host that does not answer: nothing was sent, another worker may get it.
+                self.on_worker_end(world, true);
+            }
+            State::Admin => {
+                let refusal =
+                    Refusal::new(504, "timeout", "the control plane did not answer in time");
+                self.refuse_and_go_on(world, &refusal);
+            }
+            State::Streaming if world.is_client_held() => {
+                // We do not read the client because the worker does not take what it sent: the worker is late.
+                world.worker_failed(exchange.slot);
+                let refusal = Refusal::new(
+                    504,
+                    "worker_timeout",
+                    "the worker did not take the request in time",
+                );
+                self.fail(world, &refusal);
+            }
             State::Reading | State::Streaming => {
                 let refusal = Refusal::new(
                     408,
@@ -257,6 +282,8 @@ impl Session {
                     Refusal::new(504, "worker_timeout", "the worker did not answer in time");
                 self.fail(world, &refusal);
             }
+            // The worker is not read because the client does not read: the client is late.
+            State::Relaying if world.is_worker_held() => self.on_client_gone(world),
             State::Relaying => {
                 world.worker_failed(exchange.slot);
                 self.break_off(world);
@@ -269,7 +296,7 @@ impl Session {
         let Some(exchange) = self.exchange.take_if(|x| x.state == State::Admin) else {
             return;
         };
-        let keep = exchange.keep_alive && !world.is_draining();
+        let keep = keeps_after_our_answer(&exchange, world);
         let is_head = exchange.request.method == Method::Head;
         let mut headers = answer.headers.clone();
         headers.push(("x-request-id".to_string(), exchange.request_id.clone()));
@@ -305,8 +332,7 @@ impl Session {
             return;
         };
         exchange.leg = Leg::Fresh;
-        self.held_back = false;
-        send_message(exchange, world);
+        self.send_message(world);
     }
 
     /// The request has left, or failed to; the buffer comes back. The receive side tells what became of it.
@@ -377,28 +403,37 @@ impl Session {
             let slot = exchange.slot;
             return self.dial(world, slot, true);
         }
+        world.worker_failed(exchange.slot);
+        self.leg_lost(world);
+    }
+
+    /// There is no leg any more and no answer: another worker, or ours.
+    fn leg_lost<W: World>(&mut self, world: &mut W) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
         exchange.leg = Leg::None;
-        let slot = exchange.slot;
-        world.worker_failed(slot);
         if !self.retry(world, 0) {
-            self.fail(
-                world,
-                &Refusal::new(
-                    502,
-                    "worker_failed",
-                    "the worker could not be reached or broke off",
-                ),
+            let refusal = Refusal::new(
+                502,
+                "worker_failed",
+                "the worker could not be reached or broke off",
             );
+            self.fail(world, &refusal);
         }
     }
 
     // ---- requests ----
 
     fn await_request<W: World>(&mut self, world: &mut W) {
-        let wait = if self.inbox.is_empty() {
-            world.config().keepalive_timeout
-        } else {
-            world.config().header_read_timeout
+        let config = world.config();
+        let wait = match (self.inbox.is_empty(), world.is_draining()) {
+            (false, _) => config.header_read_timeout,
+            // A connection that was accepted just as the drain began.
+            (true, true) => config
+                .keepalive_timeout
+                .min(std::time::Duration::from_secs(1)),
+            (true, false) => config.keepalive_timeout,
         };
         let at = world.now_ns() + wait.as_nanos() as u64;
         world.deadline(at);
@@ -415,7 +450,7 @@ impl Session {
             if began {
                 self.await_request(world);
             }
-        } else if self.inbox.len() > PIPELINE_BYTES_MAX && !self.held_back {
+        } else if self.inbox.len() > PIPELINE_BYTES_MAX {
             self.held_back = true;
             world.read_client(false);
         }
@@ -423,28 +458,36 @@ impl Session {
 
     /// Takes requests out of the inbox as long as none is running.
     fn pump<W: World>(&mut self, world: &mut W) {
-        while self.exchange.is_none() && !self.finished && !self.inbox.is_empty() {
-            let bytes = std::mem::take(&mut self.inbox);
-            let used = self.consume(world, &bytes);
-            if !self.finished {
-                // What stands here now came from nowhere else: consume keeps nothing itself.
-                self.inbox = if used == 0 {
-                    bytes
-                } else {
-                    bytes[used..].to_vec()
-                };
-            }
+        if std::mem::replace(&mut self.is_pumping, true) {
+            return;
+        }
+        let mut bytes = std::mem::take(&mut self.inbox);
+        let mut at = 0;
+        while self.exchange.is_none() && !self.finished && at < bytes.len() {
+            let used = self.consume(world, &bytes[at..]);
+            at += used;
             if used == 0 {
                 break;
             }
         }
-        if self.held_back && self.inbox.len() <= PIPELINE_BYTES_MAX {
+        self.is_pumping = false;
+        if !self.finished {
+            bytes.drain(..at);
+            self.inbox = bytes;
+        }
+        if self.held_back && (self.exchange.is_none() || self.inbox.len() <= PIPELINE_BYTES_MAX) {
             self.held_back = false;
             world.read_client(true);
         }
-        if self.half_closed && self.exchange.is_none() && !self.finished {
+        if self.exchange.is_some() || self.finished {
+            return;
+        }
+        if self.half_closed {
             self.finished = true;
             world.finish();
+        } else if at > 0 && !self.inbox.is_empty() {
+            // The start of a next head: its time begins now.
+            self.await_request(world);
         }
     }
 
@@ -515,7 +558,7 @@ impl Session {
             .config()
             .api_key
             .as_ref()
-            .filter(|_| !request.has_authorization)
+            .filter(|_| !request.has_authorization && endpoint != Endpoint::Admin)
         {
             message.extend_from_slice(b"authorization: Bearer ");
             message.extend_from_slice(key.expose().as_bytes());
@@ -553,6 +596,7 @@ impl Session {
             retries: 0,
             last_failure: 0,
             leg: Leg::None,
+            dialed_ns: now,
             resent: false,
             answer_begun: false,
             partial_head: Vec::new(),
@@ -689,7 +733,8 @@ impl Session {
             headers,
             body: exchange.message[exchange.body_at..].to_vec(),
         };
-        world.deadline(u64::MAX);
+        let at = world.now_ns() + world.config().request_timeout.as_nanos() as u64;
+        world.deadline(at);
         if !world.hand_over(request) {
             self.refuse_and_go_on(
                 world,
@@ -725,21 +770,47 @@ impl Session {
         };
         exchange.answer_begun = false;
         exchange.partial_head.clear();
+        exchange.dialed_ns = world.now_ns();
         if !write_start(exchange, world, slot) {
-            return self.on_worker_end(world, true);
+            return self.leg_lost(world);
         }
         match world.dial(slot, fresh) {
             Dial::Reused => {
                 exchange.leg = Leg::Reused;
-                send_message(exchange, world);
+                self.send_message(world);
             }
             Dial::Connecting => {
                 exchange.leg = Leg::Connecting;
                 let at = world.now_ns() + world.config().connect_timeout.as_nanos() as u64;
                 world.deadline(at);
             }
-            Dial::Refused => self.on_worker_end(world, true),
+            // Our own shortage, or a worker that has just been removed: nobody's failure.
+            Dial::Refused => self.leg_lost(world),
         }
+    }
+
+    /// The connection of the leg is there: the request goes out.
+    fn send_message<W: World>(&mut self, world: &mut W) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        let message = std::mem::take(&mut exchange.message);
+        exchange.message_is_out = true;
+        exchange.sent = true;
+        world.send_message(message);
+        if exchange.state == State::Streaming {
+            self.held_back = false;
+            world.read_client(true);
+            let at = world.now_ns() + world.config().body_read_timeout.as_nanos() as u64;
+            return world.deadline(at);
+        }
+        if exchange.leg == Leg::Reused && exchange.retries == 0 {
+            // Connecting is not our own work.
+            let added = world.clock_ns().saturating_sub(exchange.complete_ns);
+            world.record_added(added);
+        }
+        let at = limit(exchange, world).min(exchange.probe_at_ns.max(world.now_ns()));
+        world.deadline(at);
     }
 
     /// Another worker, if this request may still go to one. `status`: of an answer that is not passed on; 0: none came.
@@ -781,7 +852,7 @@ impl Session {
             }
             Head::Interim(len) => {
                 let rest = piece.as_ref()[len..].to_vec();
-                world.recycle(out);
+                send_interim(world, out);
                 if !rest.is_empty() {
                     self.answer_from(world, rest);
                 }
@@ -820,7 +891,7 @@ impl Session {
                 }
                 Head::Interim(len) => {
                     whole.drain(..len);
-                    world.recycle(out);
+                    send_interim(world, out);
                     if whole.is_empty() {
                         return;
                     }
@@ -954,15 +1025,21 @@ impl Session {
         self.next(world, keep);
     }
 
-    /// The answer cannot be completed: the client must be able to tell, so its connection is reset, its body unended.
+    /// The answer cannot be completed, and the client must be able to tell: what came goes out, then the connection ends
+    /// with the body unended. Where only the connection's end would end the body, it is a reset.
     fn break_off<W: World>(&mut self, world: &mut W) {
         let Some(exchange) = self.exchange.take() else {
             return;
         };
         end_leg(&exchange, world, false);
+        let relay = exchange.relay;
         finish(*exchange, world, Outcome::Broken);
         self.finished = true;
-        world.abort();
+        self.inbox = Vec::new();
+        match relay {
+            Relay::AsIs | Relay::Chunks => world.finish(),
+            Relay::Unframed | Relay::Nothing => world.abort(),
+        }
     }
 
     /// No answer of a worker will come: ours does.
@@ -991,10 +1068,7 @@ impl Session {
         let mut is_head = false;
         if let Some(exchange) = self.exchange.take() {
             end_leg(&exchange, world, false);
-            keep = may_keep
-                && exchange.keep_alive
-                && exchange.incoming.is_done()
-                && !world.is_draining();
+            keep = may_keep && keeps_after_our_answer(&exchange, world);
             is_head = exchange.request.method == Method::Head;
             finish(*exchange, world, outcome);
         }
@@ -1011,6 +1085,7 @@ impl Session {
         }
         self.await_request(world);
         if !self.inbox.is_empty() || self.half_closed {
+            // Within a pump that runs already this does nothing: it goes on by itself.
             self.pump(world);
         }
     }
@@ -1092,12 +1167,16 @@ impl Session {
                     self.refuse(world, &too_large(limit));
                     return 0;
                 }
+                let is_connecting = exchange.leg == Leg::Connecting;
                 if progress.done {
                     exchange.state = State::Waiting;
                     exchange.complete_ns = world.now_ns();
+                }
+                // While the leg connects its own limit counts, and stands already.
+                if progress.done && !is_connecting {
                     let at = self::limit(exchange, world);
                     world.deadline(at);
-                } else {
+                } else if !is_connecting {
                     let at = world.now_ns() + world.config().body_read_timeout.as_nanos() as u64;
                     world.deadline(at);
                 }
@@ -1138,6 +1217,15 @@ enum Head {
     Broken,
 }
 
+/// An interim answer goes on to clients that can read it; the parser wrote it, or nothing.
+fn send_interim<W: World>(world: &mut W, out: Vec<u8>) {
+    if out.is_empty() {
+        world.recycle(out);
+    } else {
+        world.send(out);
+    }
+}
+
 fn read_head<W: World>(
     exchange: &mut Exchange,
     world: &mut W,
@@ -1155,13 +1243,7 @@ fn read_head<W: World>(
         Ok(None) => Head::Partial,
         // We asked for no other protocol.
         Ok(Some((head, ..))) if head.status == 101 => Head::Broken,
-        Ok(Some((head, ..))) if head.status < 200 => {
-            // A client that asked for 100 has had ours; others go on as they came, to clients that can read them.
-            if head.status != 100 && !exchange.request.is_http10 {
-                world.send(bytes[..head.len_bytes].to_vec());
-            }
-            Head::Interim(head.len_bytes)
-        }
+        Ok(Some((head, ..))) if head.status < 200 => Head::Interim(head.len_bytes),
         Ok(Some((head, relay, keep_alive))) => {
             exchange.status = head.status;
             exchange.relay = relay;
@@ -1246,11 +1328,11 @@ fn write_start<W: World>(exchange: &mut Exchange, world: &mut W, slot: Slot) -> 
         start.extend_from_slice(authority.as_bytes());
         start.extend_from_slice(b"\r\n");
     }
-    let length = match (exchange.state, exchange.request.framing) {
-        (State::Streaming, Framing::Length(n)) => Some(n),
-        (State::Streaming, _) => None,
-        (_, Framing::None) if exchange.request.method != Method::Post => None,
-        _ => Some(exchange.body_bytes),
+    let length = match (exchange.is_whole, exchange.request.framing) {
+        (false, Framing::Length(n)) => Some(n),
+        (false, _) => None,
+        (true, Framing::None) if exchange.request.method != Method::Post => None,
+        (true, _) => Some(exchange.body_bytes),
     };
     if let Some(n) = length {
         start.extend_from_slice(b"content-length: ");
@@ -1279,25 +1361,6 @@ pub fn message_start(message: &[u8]) -> usize {
         .map_or(0, |b| u64::from_le_bytes(*b) as usize)
 }
 
-fn send_message<W: World>(exchange: &mut Exchange, world: &mut W) {
-    let message = std::mem::take(&mut exchange.message);
-    exchange.message_is_out = true;
-    exchange.sent = true;
-    world.send_message(message);
-    let added = world.clock_ns().saturating_sub(exchange.complete_ns);
-    if exchange.state == State::Waiting && exchange.retries == 0 {
-        world.record_added(added);
-    }
-    if exchange.state == State::Streaming {
-        world.read_client(true);
-        let at = world.now_ns() + world.config().body_read_timeout.as_nanos() as u64;
-        world.deadline(at);
-    } else {
-        let at = limit(exchange, world).min(exchange.probe_at_ns.max(world.now_ns()));
-        world.deadline(at);
-    }
-}
-
 /// A request can be sent (again) as long as all of it, or all that has come of it, is here.
 fn can_replay(exchange: &Exchange) -> bool {
     let is_here = !exchange.message_is_out && !exchange.message.is_empty();
@@ -1308,7 +1371,7 @@ fn can_replay(exchange: &Exchange) -> bool {
 fn limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
     let config = world.config();
     if exchange.leg == Leg::Connecting {
-        return exchange.complete_ns + config.connect_timeout.as_nanos() as u64;
+        return exchange.dialed_ns + config.connect_timeout.as_nanos() as u64;
     }
     let since = match exchange.state {
         State::Relaying => exchange.last_piece_ns,
@@ -1349,6 +1412,12 @@ fn no_seat(why: NoSeat, model: Option<&str>) -> Refusal {
         ),
         NoSeat::AllTried => Refusal::new(502, "worker_failed", "every worker failed this request"),
     }
+}
+
+/// Whether the client's connection lives on after an answer of our own. Not in HTTP/1.0, whose clients we do not tell.
+fn keeps_after_our_answer<W: World>(exchange: &Exchange, world: &W) -> bool {
+    let request_is_whole = exchange.incoming.is_done();
+    exchange.keep_alive && !exchange.request.is_http10 && request_is_whole && !world.is_draining()
 }
 
 /// Asks a client that has ended its direction whether it still reads, with bytes that mean nothing to one that does: an

@@ -98,6 +98,10 @@ pub trait World {
     fn abort(&mut self);
     /// Reads from the client, or stops reading.
     fn read_client(&mut self, on: bool);
+    /// Whether the client is not read because the worker has not taken what it sent.
+    fn is_client_held(&mut self) -> bool;
+    /// Whether the worker is not read because the client has not taken what it got.
+    fn is_worker_held(&mut self) -> bool;
     /// Watches a half-closed client for a reset: `on_client_gone` follows if one comes.
     fn watch_client(&mut self);
     /// When `on_deadline` is due; `u64::MAX`: never.

@@ -77,6 +77,9 @@ pub fn parse(
                 Ok(httparse::Status::Complete(len)) => {
                     judge(&parsed, bytes, len, client, out).map(Some)
                 }
+                Ok(httparse::Status::Partial) if bytes.len() > HEAD_BYTES_MAX => {
+                    Err(Broken("the head of the answer is too large"))
+                }
                 Ok(httparse::Status::Partial) => Ok(None),
                 Err(_) => Err(Broken("the head of the answer is malformed")),
             }
@@ -105,6 +108,10 @@ fn judge(
         response.framing = Framing::None;
     }
     if status < 200 {
+        // A client that asked for 100 has had ours; HTTP/1.0 knows no interim answers (RFC 9110 section 15.2).
+        if status != 100 && status != 101 && !client.is_http10 {
+            write_interim(parsed, status, out);
+        }
         return Ok((response, Relay::Nothing, client.keep_alive));
     }
     let relay = match response.framing {
@@ -207,6 +214,7 @@ fn write(
         .iter()
         .any(|f| f.name.len() == 10 && is(f.name, "connection"));
     let mut has_request_id = false;
+    let mut has_length = false;
     for field in &*parsed.headers {
         let name = field.name;
         // A length goes through also where no body follows (HEAD, 304): it says what GET would give.
@@ -216,8 +224,11 @@ fn write(
         if is_hop_by_hop(name) || (has_connection && named(name)) {
             continue;
         }
-        if name.len() == 14 && is(name, "content-length") && !keeps_length {
-            continue;
+        if name.len() == 14 && is(name, "content-length") {
+            // Two equal ones are one (RFC 9112 section 6.3).
+            if !keeps_length || std::mem::replace(&mut has_length, true) {
+                continue;
+            }
         }
         has_request_id |= name.len() == 12 && is(name, "x-request-id");
         out.extend_from_slice(name.as_bytes());
@@ -237,6 +248,23 @@ fn write(
         out.extend_from_slice(b"connection: close\r\n");
     } else if client.is_http10 {
         out.extend_from_slice(b"connection: keep-alive\r\n");
+    }
+    out.extend_from_slice(b"\r\n");
+}
+
+fn write_interim(parsed: &httparse::Response<'_, '_>, status: u16, out: &mut Vec<u8>) {
+    out.extend_from_slice(b"HTTP/1.1 ");
+    push_number(out, u64::from(status));
+    out.push(b' ');
+    out.extend_from_slice(parsed.reason.unwrap_or("").as_bytes());
+    out.extend_from_slice(b"\r\n");
+    for field in &*parsed.headers {
+        if !is_hop_by_hop(field.name) && !is(field.name, "content-length") {
+            out.extend_from_slice(field.name.as_bytes());
+            out.extend_from_slice(b": ");
+            out.extend_from_slice(field.value);
+            out.extend_from_slice(b"\r\n");
+        }
     }
     out.extend_from_slice(b"\r\n");
 }

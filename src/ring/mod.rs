@@ -7,6 +7,7 @@
 //! ring's `sends` until the kernel is done with them).
 
 mod buffers;
+mod probe;
 mod socket;
 
 use std::collections::VecDeque;
@@ -20,9 +21,13 @@ use io_uring::types::{CancelBuilder, Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, cqueue, opcode, squeue};
 
 pub use buffers::Lease;
+pub use probe::{Abilities, TaskRun, probe};
 pub use socket::{
     eventfd, listeners, raise_descriptor_limit, reset_on_close, shutdown, shutdown_write, signal,
 };
+
+/// One send hands over at most this much; the rest follows.
+const SEND_BYTES_MAX: usize = 1 << 30;
 
 /// Names a connection of this core: index and generation, so that a late completion never meets the next owner of a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,8 +130,12 @@ pub enum Event {
         token: Token,
         result: Result<(), i32>,
     },
-    /// A watched connection has been reset, or ended in both directions.
-    Gone { token: Token },
+    /// Something happened to a watched connection; `broken`: it was reset, or ended in both directions.
+    Watched {
+        token: Token,
+        armed: bool,
+        broken: bool,
+    },
     /// Somebody rang.
     Woken,
 }
@@ -233,14 +242,7 @@ impl Ring {
 
     /// Receives on a connection until it ends, or [`Ring::stop_receiving`].
     pub fn receive(&mut self, token: Token, fd: &OwnedFd) {
-        let entry = if self.multishot_receive {
-            opcode::RecvMulti::new(Fd(fd.as_raw_fd()), buffers::GROUP).build()
-        } else {
-            opcode::Recv::new(Fd(fd.as_raw_fd()), std::ptr::null_mut(), 0)
-                .buf_group(buffers::GROUP)
-                .build()
-                .flags(squeue::Flags::BUFFER_SELECT)
-        };
+        let entry = receive_entry(fd.as_raw_fd(), self.multishot_receive);
         self.push(entry.user_data(token.pack(Kind::Receive)));
     }
 
@@ -257,7 +259,10 @@ impl Ring {
             Outgoing::Leased(..) => libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT,
         };
         // The bytes move into the slab, but the heap block or buffer they point at stays where it is.
-        let (start, len) = (bytes.bytes().as_ptr(), bytes.bytes().len() as u32);
+        let (start, len) = (
+            bytes.bytes().as_ptr(),
+            bytes.bytes().len().min(SEND_BYTES_MAX) as u32,
+        );
         let index = self.sends.insert(SendOp { token, bytes });
         let entry = opcode::Send::new(Fd(fd.as_raw_fd()), start, len)
             .flags(flags)
@@ -281,8 +286,11 @@ impl Ring {
 
     /// Watches a connection for a reset (or both directions' end), without taking bytes from it.
     pub fn watch(&mut self, token: Token, fd: &OwnedFd) {
-        // No event is asked for: errors and hang-ups are always reported (poll(2)).
-        let entry = opcode::PollAdd::new(Fd(fd.as_raw_fd()), 0).build();
+        // No event is asked for: errors and hang-ups are always reported (poll(2)). io_uring adds the peer's own end
+        // (POLLRDHUP) to every poll, which has come already; multishot reports it once and goes on to the next.
+        let entry = opcode::PollAdd::new(Fd(fd.as_raw_fd()), 0)
+            .multi(true)
+            .build();
         self.push(entry.user_data(token.pack(Kind::Watch)));
     }
 
@@ -347,8 +355,11 @@ impl Ring {
                 k if k == Kind::Accept as u8 => self.accepted(result, flags),
                 k if k == Kind::Connect as u8 => self.connected(data as u32, result),
                 k if k == Kind::Watch as u8 => {
-                    self.events.push_back(Event::Gone {
+                    let broken = result < 0 || result as i16 & (libc::POLLERR | libc::POLLHUP) != 0;
+                    self.events.push_back(Event::Watched {
                         token: Token::unpack(data),
+                        armed: cqueue::more(flags),
+                        broken,
                     });
                 }
                 k if k == Kind::Wake as u8 => {
@@ -437,6 +448,17 @@ impl Ring {
     }
 }
 
+/// A receive into one of the pool's buffers.
+fn receive_entry(fd: RawFd, multishot: bool) -> squeue::Entry {
+    if multishot {
+        return opcode::RecvMulti::new(Fd(fd), buffers::GROUP).build();
+    }
+    opcode::Recv::new(Fd(fd), std::ptr::null_mut(), 0)
+        .buf_group(buffers::GROUP)
+        .build()
+        .flags(squeue::Flags::BUFFER_SELECT)
+}
+
 /// Tries the best setup first and leaves single features out on older kernels.
 fn build(defer_taskrun: bool) -> io::Result<IoUring> {
     const ENTRIES: u32 = 1024;
@@ -446,7 +468,8 @@ fn build(defer_taskrun: bool) -> io::Result<IoUring> {
         let mut builder = IoUring::builder();
         builder.setup_cqsize(COMPLETIONS).setup_clamp();
         if attempt < 2 {
-            builder.setup_coop_taskrun();
+            // The flag tells a turn that does not sleep that completions are waiting to be brought in.
+            builder.setup_coop_taskrun().setup_taskrun_flag();
         }
         if attempt < 1 && defer_taskrun {
             builder.setup_single_issuer().setup_defer_taskrun();

@@ -67,10 +67,17 @@ mod tests {
     fn holds_what_was_given_once_and_nothing_else() {
         let given = [Slot(700), Slot(0), Slot(63), Slot(64), Slot(0), Slot(8191)];
         let candidates: Candidates = given.into_iter().collect();
-        assert_eq!(candidates.slots(), [Slot(700), Slot(0), Slot(63), Slot(64), Slot(8191)]);
+        assert_eq!(
+            candidates.slots(),
+            [Slot(700), Slot(0), Slot(63), Slot(64), Slot(8191)]
+        );
         assert_eq!((candidates.len(), candidates.is_empty()), (5, false));
         for index in 0..=u16::MAX {
-            assert_eq!(candidates.contains(Slot(index)), given.contains(&Slot(index)), "slot {index}");
+            assert_eq!(
+                candidates.contains(Slot(index)),
+                given.contains(&Slot(index)),
+                "slot {index}"
+            );
         }
     }
 

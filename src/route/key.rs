@@ -95,7 +95,10 @@ impl Prompt<'_> {
 /// Which field is the prompt, by endpoint (vLLM's and SGLang's request schemas).
 fn prompt_of<'b>(route: Route, body: &'b [u8], fields: &Fields) -> Option<Prompt<'b>> {
     let first_of = |choice: &[Option<Field>]| {
-        choice.iter().find_map(|field| value_of(body, *field)).map(Prompt::One)
+        choice
+            .iter()
+            .find_map(|field| value_of(body, *field))
+            .map(Prompt::One)
     };
     match route {
         Route::ChatCompletions | Route::Messages => first_of(&[fields.messages]),
@@ -106,7 +109,10 @@ fn prompt_of<'b>(route: Route, body: &'b [u8], fields: &Fields) -> Option<Prompt
         Route::InferenceGenerate => first_of(&[fields.token_ids]),
         Route::Tokenize => first_of(&[fields.prompt, fields.messages]),
         // The model reads the query before each document, so that is the order in which bytes can be shared.
-        Route::Rerank => match (value_of(body, fields.query), value_of(body, fields.documents)) {
+        Route::Rerank => match (
+            value_of(body, fields.query),
+            value_of(body, fields.documents),
+        ) {
             (Some(query), Some(documents)) => Some(Prompt::Two(query, documents)),
             (one, other) => one.or(other).map(Prompt::One),
         },
@@ -117,7 +123,9 @@ fn prompt_of<'b>(route: Route, body: &'b [u8], fields: &Fields) -> Option<Prompt
 
 /// The raw value, unless it is missing or `null`: workers treat the two alike.
 fn value_of(body: &[u8], field: Option<Field>) -> Option<&[u8]> {
-    field.map(|field| field.raw(body)).filter(|raw| *raw != b"null")
+    field
+        .map(|field| field.raw(body))
+        .filter(|raw| *raw != b"null")
 }
 
 /// What must be equal for two prompts to share anything. Each part goes in with its place and its length, so that no
@@ -128,7 +136,13 @@ fn root(mixer: &Mixer, route: Route, body: &[u8], fields: &Fields) -> u64 {
         Route::Responses => fields.instructions,
         _ => None,
     };
-    let parts = [fields.model, fields.lora, fields.cache_salt, fields.tools, beside];
+    let parts = [
+        fields.model,
+        fields.lora,
+        fields.cache_salt,
+        fields.tools,
+        beside,
+    ];
     let mut root = mixer.first;
     for (place, part) in parts.into_iter().enumerate() {
         if let Some(raw) = value_of(body, part) {
@@ -153,7 +167,11 @@ fn blocks_of_two(first: &[u8], then: &[u8], add: &mut impl FnMut(&[u8])) {
     let mut copy = [0; LONG_BLOCK_BYTES];
     let mut start = 0;
     loop {
-        let size = if start < SHORT_BYTES { BLOCK_BYTES } else { LONG_BLOCK_BYTES };
+        let size = if start < SHORT_BYTES {
+            BLOCK_BYTES
+        } else {
+            LONG_BLOCK_BYTES
+        };
         let end = start + size;
         if end > length {
             return;

@@ -22,13 +22,21 @@ fn common(a: &[u64], b: &[u64]) -> usize {
 
 /// Different text for each position, so that no two blocks are equal by chance.
 fn text(bytes: usize) -> String {
-    (0..).map(|n| format!("word{n} ")).flat_map(String::into_bytes).map(char::from).take(bytes).collect()
+    (0..)
+        .map(|n| format!("word{n} "))
+        .flat_map(String::into_bytes)
+        .map(char::from)
+        .take(bytes)
+        .collect()
 }
 
 #[test]
 fn known_values_stay_what_they_are() {
     // Head nodes of different versions exchange keys: a change here is a change of the format.
-    let body = format!(r#"{{"model":"m","tools":[1],"messages":"{}"}}"#, "a".repeat(400));
+    let body = format!(
+        r#"{{"model":"m","tools":[1],"messages":"{}"}}"#,
+        "a".repeat(400)
+    );
     let (length, hashes) = keyed(SEED, Route::ChatCompletions, &body).unwrap();
     assert_eq!(length, 402);
     assert_eq!(hashes, KNOWN_CHAT);
@@ -37,7 +45,11 @@ fn known_values_stay_what_they_are() {
     assert_eq!(hashes_with(KeySeed(1), &body), [KNOWN_COMPLETION_OF_SEED_1]);
 }
 
-const KNOWN_CHAT: [u64; 3] = [16005920294825429752, 18093628469969639242, 11956470392558716050];
+const KNOWN_CHAT: [u64; 3] = [
+    16005920294825429752,
+    18093628469969639242,
+    11956470392558716050,
+];
 const KNOWN_COMPLETION: u64 = 6721040226044868454;
 const KNOWN_COMPLETION_OF_SEED_1: u64 = 11623129913953545826;
 
@@ -47,12 +59,23 @@ fn hashes_with(seed: KeySeed, body: &str) -> Vec<u64> {
 
 #[test]
 fn the_next_turn_of_a_conversation_continues_the_chain() {
-    let turn = |messages: &str| format!(r#"{{"model":"m","stream":true,"messages":[{messages}],"n":1}}"#);
+    let turn =
+        |messages: &str| format!(r#"{{"model":"m","stream":true,"messages":[{messages}],"n":1}}"#);
     let first = format!(r#"{{"role":"user","content":"{}"}}"#, text(3000));
-    let second = format!(r#"{first}, {{"role":"assistant","content":"yes"}},{{"role":"user","content":"and?"}}"#);
-    let (first, second) = (hashes(Route::ChatCompletions, &turn(&first)), hashes(Route::ChatCompletions, &turn(&second)));
+    let second = format!(
+        r#"{first}, {{"role":"assistant","content":"yes"}},{{"role":"user","content":"and?"}}"#
+    );
+    let (first, second) = (
+        hashes(Route::ChatCompletions, &turn(&first)),
+        hashes(Route::ChatCompletions, &turn(&second)),
+    );
     // All but the block with the closing bracket, if that is whole.
-    assert!(common(&first, &second) >= first.len() - 1, "{} of {}", common(&first, &second), first.len());
+    assert!(
+        common(&first, &second) >= first.len() - 1,
+        "{} of {}",
+        common(&first, &second),
+        first.len()
+    );
     assert!(first.len() >= 23);
 }
 
@@ -64,18 +87,35 @@ fn a_change_in_one_block_changes_it_and_all_after_it() {
     for at in [0, 126, 127, 128, 700, 1900] {
         let mut changed = original.clone().into_bytes();
         changed[at] ^= 1;
-        let b = hashes(Route::Completions, &body(&String::from_utf8(changed).unwrap()));
+        let b = hashes(
+            Route::Completions,
+            &body(&String::from_utf8(changed).unwrap()),
+        );
         // The opening quote stands before the text.
         assert_eq!(common(&a, &b), (at + 1) / BLOCK_BYTES, "byte {at}");
-        assert!(a.iter().zip(&b).skip((at + 1) / BLOCK_BYTES).all(|(a, b)| a != b));
+        assert!(
+            a.iter()
+                .zip(&b)
+                .skip((at + 1) / BLOCK_BYTES)
+                .all(|(a, b)| a != b)
+        );
     }
 }
 
 #[test]
 fn exchanged_blocks_and_repeated_blocks_give_other_hashes() {
     let (a, b) = ("a".repeat(BLOCK_BYTES), "b".repeat(BLOCK_BYTES));
-    let of = |blocks: &str| hashes(Route::Completions, &format!(r#"{{"prompt":"{}{blocks}"}}"#, "x".repeat(127)));
-    let (ab, ba, aa) = (of(&format!("{a}{b}")), of(&format!("{b}{a}")), of(&format!("{a}{a}")));
+    let of = |blocks: &str| {
+        hashes(
+            Route::Completions,
+            &format!(r#"{{"prompt":"{}{blocks}"}}"#, "x".repeat(127)),
+        )
+    };
+    let (ab, ba, aa) = (
+        of(&format!("{a}{b}")),
+        of(&format!("{b}{a}")),
+        of(&format!("{a}{a}")),
+    );
     assert_ne!(ab[2], ba[2]);
     assert_ne!(aa[1], aa[2]);
     assert_eq!((ab[1] == aa[1], ab[2] == aa[2]), (true, false));
@@ -84,7 +124,10 @@ fn exchanged_blocks_and_repeated_blocks_give_other_hashes() {
 #[test]
 fn what_forbids_reuse_gives_another_chain_from_the_start() {
     let prompt = text(1000);
-    let base = hashes(Route::ChatCompletions, &format!(r#"{{"messages":"{prompt}"}}"#));
+    let base = hashes(
+        Route::ChatCompletions,
+        &format!(r#"{{"messages":"{prompt}"}}"#),
+    );
     let mut chains = vec![base];
     for beside in [
         r#""model":"a""#,
@@ -97,7 +140,10 @@ fn what_forbids_reuse_gives_another_chain_from_the_start() {
         r#""model":"ab""#,
         r#""model":"a","lora_name":"b""#,
     ] {
-        chains.push(hashes(Route::ChatCompletions, &format!(r#"{{{beside},"messages":"{prompt}"}}"#)));
+        chains.push(hashes(
+            Route::ChatCompletions,
+            &format!(r#"{{{beside},"messages":"{prompt}"}}"#),
+        ));
     }
     for (index, a) in chains.iter().enumerate() {
         for b in &chains[..index] {
@@ -105,21 +151,42 @@ fn what_forbids_reuse_gives_another_chain_from_the_start() {
         }
     }
     // The system text counts where the endpoint has one, and only there.
-    let with = |route, beside: &str| hashes(route, &format!(r#"{{{beside},"messages":"{prompt}","input":"{prompt}"}}"#));
+    let with = |route, beside: &str| {
+        hashes(
+            route,
+            &format!(r#"{{{beside},"messages":"{prompt}","input":"{prompt}"}}"#),
+        )
+    };
     let (system, instructions) = (r#""system":"s""#, r#""instructions":"s""#);
-    assert_ne!(with(Route::Messages, system), with(Route::Messages, instructions));
-    assert_ne!(with(Route::Responses, system), with(Route::Responses, instructions));
-    assert_eq!(with(Route::ChatCompletions, system), with(Route::ChatCompletions, instructions));
+    assert_ne!(
+        with(Route::Messages, system),
+        with(Route::Messages, instructions)
+    );
+    assert_ne!(
+        with(Route::Responses, system),
+        with(Route::Responses, instructions)
+    );
+    assert_eq!(
+        with(Route::ChatCompletions, system),
+        with(Route::ChatCompletions, instructions)
+    );
 }
 
 #[test]
 fn what_does_not_touch_reuse_changes_nothing() {
     let prompt = text(1000);
-    let base = hashes(Route::ChatCompletions, &format!(r#"{{"model":"m","messages":"{prompt}"}}"#));
+    let base = hashes(
+        Route::ChatCompletions,
+        &format!(r#"{{"model":"m","messages":"{prompt}"}}"#),
+    );
     for body in [
         format!(r#"{{"messages":"{prompt}","model":"m"}}"#),
-        format!(r#"{{ "stream" : true , "model" : "m" , "messages" : "{prompt}" , "max_tokens" : 7 }}"#),
-        format!(r#"{{"model":"m","messages":"{prompt}","user":"u","tools":null,"cache_salt":null,"lora_name":null}}"#),
+        format!(
+            r#"{{ "stream" : true , "model" : "m" , "messages" : "{prompt}" , "max_tokens" : 7 }}"#
+        ),
+        format!(
+            r#"{{"model":"m","messages":"{prompt}","user":"u","tools":null,"cache_salt":null,"lora_name":null}}"#
+        ),
     ] {
         assert_eq!(hashes(Route::ChatCompletions, &body), base);
     }
@@ -128,12 +195,19 @@ fn what_does_not_touch_reuse_changes_nothing() {
 #[test]
 fn a_request_without_a_prompt_has_no_key() {
     for route in Route::ALL {
-        assert_eq!(keyed(SEED, route, r#"{"model":"m","user":"u"}"#), None, "{route:?}");
+        assert_eq!(
+            keyed(SEED, route, r#"{"model":"m","user":"u"}"#),
+            None,
+            "{route:?}"
+        );
         let nulls = r#"{"messages":null,"prompt":null,"input":null,"text":null,"input_ids":null,"token_ids":null,"query":null,"documents":null}"#;
         assert_eq!(keyed(SEED, route, nulls), None, "{route:?}");
     }
     // Only a short one is something else: it has a length, and no whole block.
-    assert_eq!(keyed(SEED, Route::Completions, r#"{"prompt":""}"#), Some((2, vec![])));
+    assert_eq!(
+        keyed(SEED, Route::Completions, r#"{"prompt":""}"#),
+        Some((2, vec![]))
+    );
 }
 
 #[test]
@@ -160,10 +234,17 @@ fn each_endpoint_takes_its_own_field() {
         (Route::Score, "text"),
     ];
     for (route, name) in cases {
-        assert_eq!(hashes(route, &format!(r#"{{"{name}":"{prompt}"}}"#)), expected, "{route:?} {name}");
+        assert_eq!(
+            hashes(route, &format!(r#"{{"{name}":"{prompt}"}}"#)),
+            expected,
+            "{route:?} {name}"
+        );
     }
     for route in [Route::Admin, Route::Other] {
-        assert_eq!(keyed(SEED, route, &format!(r#"{{"prompt":"{prompt}"}}"#)), None);
+        assert_eq!(
+            keyed(SEED, route, &format!(r#"{{"prompt":"{prompt}"}}"#)),
+            None
+        );
     }
 }
 
@@ -187,8 +268,17 @@ fn a_rerank_is_its_query_and_then_its_documents() {
 
 #[test]
 fn blocks_grow_long_after_512_kib_and_end_at_16_mib() {
-    assert_eq!([0, 1, 4096, 4097, 4098].map(bytes_of_blocks), [0, 128, 524_288, 528_384, 532_480]);
-    for (bytes, blocks) in [(127, 0), (128, 1), (524_288, 4096), (528_383, 4096), (528_384, 4097)] {
+    assert_eq!(
+        [0, 1, 4096, 4097, 4098].map(bytes_of_blocks),
+        [0, 128, 524_288, 528_384, 532_480]
+    );
+    for (bytes, blocks) in [
+        (127, 0),
+        (128, 1),
+        (524_288, 4096),
+        (528_383, 4096),
+        (528_384, 4097),
+    ] {
         let body = format!(r#"{{"prompt":"{}"}}"#, "x".repeat(bytes - 2));
         let (length, hashes) = keyed(SEED, Route::Completions, &body).unwrap();
         assert_eq!((length, hashes.len()), (bytes as u64, blocks));
@@ -196,11 +286,21 @@ fn blocks_grow_long_after_512_kib_and_end_at_16_mib() {
     }
     let media = |tail: &str| format!(r#"{{"prompt":"{}{tail}"}}"#, "x".repeat(HASHED_BYTES_MAX));
     let (length, hashes) = keyed(SEED, Route::Completions, &media("a")).unwrap();
-    assert_eq!((length, bytes_of_blocks(hashes.len())), (HASHED_BYTES_MAX as u64, HASHED_BYTES_MAX as u64));
+    assert_eq!(
+        (length, bytes_of_blocks(hashes.len())),
+        (HASHED_BYTES_MAX as u64, HASHED_BYTES_MAX as u64)
+    );
     assert_eq!(hashes.len(), 8064);
-    assert_eq!(keyed(SEED, Route::Completions, &media("b")), Some((length, hashes)));
+    assert_eq!(
+        keyed(SEED, Route::Completions, &media("b")),
+        Some((length, hashes))
+    );
     // In two parts as in one.
-    let body = format!(r#"{{"query":"{}","documents":"{}"}}"#, "x".repeat(600_001), "y".repeat(HASHED_BYTES_MAX));
+    let body = format!(
+        r#"{{"query":"{}","documents":"{}"}}"#,
+        "x".repeat(600_001),
+        "y".repeat(HASHED_BYTES_MAX)
+    );
     let (length, hashes) = keyed(SEED, Route::Rerank, &body).unwrap();
     assert_eq!((length, hashes.len()), (HASHED_BYTES_MAX as u64, 8064));
 }
@@ -208,6 +308,9 @@ fn blocks_grow_long_after_512_kib_and_end_at_16_mib() {
 #[test]
 fn another_seed_gives_another_chain() {
     let body = format!(r#"{{"prompt":"{}"}}"#, text(2000));
-    let (a, b) = (hashes_with(KeySeed(1), &body), hashes_with(KeySeed(2), &body));
+    let (a, b) = (
+        hashes_with(KeySeed(1), &body),
+        hashes_with(KeySeed(2), &body),
+    );
     assert!(a.iter().zip(&b).all(|(a, b)| a != b));
 }

@@ -15,11 +15,18 @@ pub struct Batches {
 impl Batches {
     /// For that many owners. (More appear when they are met.)
     pub fn new(owner_count: usize) -> Batches {
-        Batches { by_owner: vec![Vec::new(); owner_count] }
+        Batches {
+            by_owner: vec![Vec::new(); owner_count],
+        }
     }
 
     /// Hands each owner its part of `hashes`, in the order of the chain. Nothing for owners without a part.
-    fn deal(&mut self, tree: &Tree, hashes: &[PrefixHash], mut hand: impl FnMut(usize, Box<[PrefixHash]>)) {
+    fn deal(
+        &mut self,
+        tree: &Tree,
+        hashes: &[PrefixHash],
+        mut hand: impl FnMut(usize, Box<[PrefixHash]>),
+    ) {
         for hash in hashes {
             let owner = tree.owner(*hash);
             if owner >= self.by_owner.len() {
@@ -27,7 +34,12 @@ impl Batches {
             }
             self.by_owner[owner].push(*hash);
         }
-        for (owner, part) in self.by_owner.iter_mut().enumerate().filter(|(_, part)| !part.is_empty()) {
+        for (owner, part) in self
+            .by_owner
+            .iter_mut()
+            .enumerate()
+            .filter(|(_, part)| !part.is_empty())
+        {
             hand(owner, part.as_slice().into());
             part.clear();
         }
@@ -58,7 +70,9 @@ pub fn lessons(
     };
     let (old, new) = chain.split_at(held);
     if is_stale {
-        batches.deal(tree, old, |owner, hashes| emit(owner, Lesson::Touch { hashes }));
+        batches.deal(tree, old, |owner, hashes| {
+            emit(owner, Lesson::Touch { hashes })
+        });
     }
     if new.is_empty() {
         return;
@@ -69,7 +83,15 @@ pub fn lessons(
     {
         emit(tree.owner(parent), Lesson::Branch { parent });
     }
-    batches.deal(tree, new, |owner, hashes| emit(owner, Lesson::Insert { worker: slot, hashes }));
+    batches.deal(tree, new, |owner, hashes| {
+        emit(
+            owner,
+            Lesson::Insert {
+                worker: slot,
+                hashes,
+            },
+        )
+    });
 }
 
 #[cfg(test)]

@@ -6,7 +6,8 @@ use shards::{Domain, Reader, Shard, TreeLimits};
 
 use super::*;
 use crate::route::{
-    Candidates, Decision, Loads, Prefixes, Reason, Rng, Settings, TreePrefixes, Turn, bytes_of_blocks, decide,
+    Candidates, Decision, Loads, Prefixes, Reason, Rng, Settings, TreePrefixes, Turn,
+    bytes_of_blocks, decide,
 };
 
 const SEED: u64 = 0x1ea2;
@@ -25,27 +26,42 @@ type Emitted = Vec<(usize, &'static str, Vec<PrefixHash>)>;
 impl World {
     fn new(core_count: usize) -> World {
         let domain = Arc::new(Domain::new(1));
-        let limits = TreeLimits { bytes_max: 64 << 20, slot_count_max: 64 };
+        let limits = TreeLimits {
+            bytes_max: 64 << 20,
+            slot_count_max: 64,
+        };
         let (tree, shards) = shards::tree(core_count, Arc::clone(&domain), limits);
-        World { tree, shards, reader: domain.reader(0), batches: Batches::default() }
+        World {
+            tree,
+            shards,
+            reader: domain.reader(0),
+            batches: Batches::default(),
+        }
     }
 
     /// The lessons of one request, applied by their owners.
     fn teach(&mut self, chain: &[PrefixHash], slot: Slot) -> Emitted {
         let (mut emitted, mut taught) = (Emitted::new(), Vec::new());
         let pin = self.reader.pin();
-        lessons(&self.tree, &pin, chain, slot, &mut self.batches, |owner, lesson| {
-            emitted.push(match &lesson {
-                Lesson::Insert { worker, hashes } => {
-                    assert_eq!(*worker, slot);
-                    (owner, "insert", hashes.to_vec())
-                }
-                Lesson::Touch { hashes } => (owner, "touch", hashes.to_vec()),
-                Lesson::Branch { parent } => (owner, "branch", vec![*parent]),
-                Lesson::Purge { .. } => panic!("a request purges nobody"),
-            });
-            taught.push((owner, lesson));
-        });
+        lessons(
+            &self.tree,
+            &pin,
+            chain,
+            slot,
+            &mut self.batches,
+            |owner, lesson| {
+                emitted.push(match &lesson {
+                    Lesson::Insert { worker, hashes } => {
+                        assert_eq!(*worker, slot);
+                        (owner, "insert", hashes.to_vec())
+                    }
+                    Lesson::Touch { hashes } => (owner, "touch", hashes.to_vec()),
+                    Lesson::Branch { parent } => (owner, "branch", vec![*parent]),
+                    Lesson::Purge { .. } => panic!("a request purges nobody"),
+                });
+                taught.push((owner, lesson));
+            },
+        );
         drop(pin);
         for (owner, lesson) in taught {
             self.shards[owner].apply(lesson);
@@ -54,7 +70,9 @@ impl World {
             while shard.work(1000) {}
         }
         for (owner, _, hashes) in &emitted {
-            assert!(!hashes.is_empty() && hashes.iter().all(|hash| self.tree.owner(*hash) == *owner));
+            assert!(
+                !hashes.is_empty() && hashes.iter().all(|hash| self.tree.owner(*hash) == *owner)
+            );
         }
         emitted
     }
@@ -62,9 +80,13 @@ impl World {
     /// Blocks of the chain that the worker is known to hold, and whether the last one is a fork.
     fn held(&mut self, chain: &[PrefixHash], slot: Slot) -> (usize, bool) {
         let pin = self.reader.pin();
-        let prefixes = TreePrefixes { tree: &self.tree, pin: &pin, chain };
+        let prefixes = TreePrefixes {
+            tree: &self.tree,
+            pin: &pin,
+            chain,
+        };
         let mut holders = vec![Slot(99)];
-        let found = prefixes.find(|holder| holder == slot, &mut holders);
+        let found = prefixes.find(|holder| holder == slot, |_| true, &mut holders);
         assert_eq!(holders, if found.is_some() { vec![slot] } else { vec![] });
         found.map_or((0, false), |found| (found.blocks, found.is_fork))
     }
@@ -75,7 +97,11 @@ fn chain_of(rng: &mut Rng, blocks: usize) -> Vec<PrefixHash> {
 }
 
 fn count(emitted: &Emitted, kind: &str) -> usize {
-    emitted.iter().filter(|(_, of, _)| *of == kind).map(|(_, _, hashes)| hashes.len()).sum()
+    emitted
+        .iter()
+        .filter(|(_, of, _)| *of == kind)
+        .map(|(_, _, hashes)| hashes.len())
+        .sum()
 }
 
 #[test]
@@ -87,11 +113,18 @@ fn what_is_taught_is_found_at_full_depth_and_taught_only_once() {
             let chain = chain_of(&mut rng, blocks);
             let emitted = world.teach(&chain, Slot(3));
             assert_eq!(count(&emitted, "insert"), blocks);
-            assert_eq!((count(&emitted, "touch"), count(&emitted, "branch")), (0, 0));
+            assert_eq!(
+                (count(&emitted, "touch"), count(&emitted, "branch")),
+                (0, 0)
+            );
             assert!(emitted.len() <= core_count, "one batch for each owner");
             assert_eq!(world.held(&chain, Slot(3)).0, blocks);
             assert_eq!(world.held(&chain, Slot(4)).0, 0);
-            assert_eq!(world.teach(&chain, Slot(3)), [], "the same request again teaches nothing");
+            assert_eq!(
+                world.teach(&chain, Slot(3)),
+                [],
+                "the same request again teaches nothing"
+            );
         }
     }
 }
@@ -103,7 +136,10 @@ fn a_conversations_next_turn_teaches_only_its_new_blocks() {
     let chain = chain_of(&mut rng, 50);
     world.teach(&chain[..40], Slot(0));
     let emitted = world.teach(&chain, Slot(0));
-    assert_eq!((count(&emitted, "insert"), count(&emitted, "touch")), (10, 0));
+    assert_eq!(
+        (count(&emitted, "insert"), count(&emitted, "touch")),
+        (10, 0)
+    );
     assert_eq!(world.held(&chain, Slot(0)).0, 50);
 }
 
@@ -114,8 +150,14 @@ fn a_worker_that_gets_a_prompt_others_know_is_taught_all_of_it() {
     let chain = chain_of(&mut rng, 25);
     world.teach(&chain, Slot(0));
     let emitted = world.teach(&chain, Slot(1));
-    assert_eq!((count(&emitted, "insert"), count(&emitted, "branch")), (25, 0));
-    assert_eq!((world.held(&chain, Slot(0)).0, world.held(&chain, Slot(1)).0), (25, 25));
+    assert_eq!(
+        (count(&emitted, "insert"), count(&emitted, "branch")),
+        (25, 0)
+    );
+    assert_eq!(
+        (world.held(&chain, Slot(0)).0, world.held(&chain, Slot(1)).0),
+        (25, 25)
+    );
 }
 
 #[test]
@@ -129,7 +171,11 @@ fn conversations_that_part_after_a_shared_prefix_make_its_end_a_fork() {
         // The first one leaves nothing that was known.
         assert_eq!(count(&emitted, "branch"), usize::from(conversation > 0));
         if conversation > 0 {
-            assert!(emitted.iter().any(|(_, kind, hashes)| *kind == "branch" && hashes[0] == system[9]));
+            assert!(
+                emitted
+                    .iter()
+                    .any(|(_, kind, hashes)| *kind == "branch" && hashes[0] == system[9])
+            );
         }
     }
     assert_eq!(world.held(&system, Slot(0)), (10, true));
@@ -154,8 +200,15 @@ fn a_prefix_grown_stale_is_touched_whole_and_once() {
             break;
         }
     }
-    assert_eq!(count(&touched, "touch"), 10, "seed {SEED:#x}: never grew stale, or was taught otherwise");
-    assert_eq!((count(&touched, "insert"), count(&touched, "branch")), (0, 0));
+    assert_eq!(
+        count(&touched, "touch"),
+        10,
+        "seed {SEED:#x}: never grew stale, or was taught otherwise"
+    );
+    assert_eq!(
+        (count(&touched, "insert"), count(&touched, "branch")),
+        (0, 0)
+    );
     assert_eq!(world.teach(&system, Slot(0)), [], "fresh again");
 }
 
@@ -178,9 +231,21 @@ impl World {
         let candidates: Candidates = (0..4).map(Slot).collect();
         let decision = {
             let pin = self.reader.pin();
-            let prefixes = TreePrefixes { tree: &self.tree, pin: &pin, chain };
+            let prefixes = TreePrefixes {
+                tree: &self.tree,
+                pin: &pin,
+                chain,
+            };
             let key = Some((&prefixes, bytes_of_blocks(chain.len())));
-            decide(&Settings::default(), key, &candidates, &[], loads, turn, &mut Vec::new())
+            decide(
+                &Settings::default(),
+                key,
+                &candidates,
+                &[],
+                loads,
+                turn,
+                &mut Vec::new(),
+            )
         };
         let decision = decision.expect("there are candidates");
         self.teach(chain, decision.slot);
@@ -206,6 +271,9 @@ fn decisions_and_lessons_together_keep_conversations_and_spread_system_prompts()
     for (chain, home) in &mut conversations {
         chain.extend(chain_of(&mut rng, 3));
         let decision = world.choose(chain, &Counted([0; 4]), &mut turn);
-        assert_eq!((decision.slot, decision.reason, decision.matched_blocks), (*home, Reason::Affinity, 40));
+        assert_eq!(
+            (decision.slot, decision.reason, decision.matched_blocks),
+            (*home, Reason::Affinity, 40)
+        );
     }
 }

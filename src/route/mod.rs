@@ -21,8 +21,13 @@ mod reason;
 mod scan;
 
 pub use candidates::Candidates;
-pub use key::{BLOCK_BYTES, HASHED_BYTES_MAX, KeySeed, LONG_BLOCK_BYTES, LONG_FROM_BLOCK, bytes_of_blocks, chain};
+pub use key::{
+    BLOCK_BYTES, HASHED_BYTES_MAX, KeySeed, LONG_BLOCK_BYTES, LONG_FROM_BLOCK, bytes_of_blocks,
+    chain,
+};
 pub use learn::{Batches, lessons};
-pub use policy::{Decision, Found, Loads, PolicyKind, Prefixes, Rng, Settings, TreePrefixes, Turn, decide};
+pub use policy::{
+    Decision, Found, Loads, PolicyKind, Prefixes, Rng, Settings, TreePrefixes, Turn, decide,
+};
 pub use reason::Reason;
 pub use scan::{DEPTH_MAX, Field, Fields, ScanError, as_str, is_true, scan};

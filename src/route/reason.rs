@@ -87,7 +87,13 @@ mod tests {
     fn all_is_in_the_order_of_the_numbers_with_labels_of_their_own() {
         for (number, reason) in Reason::ALL.into_iter().enumerate() {
             assert_eq!(reason as usize, number);
-            assert_eq!(Reason::ALL.iter().filter(|other| other.label() == reason.label()).count(), 1);
+            assert_eq!(
+                Reason::ALL
+                    .iter()
+                    .filter(|other| other.label() == reason.label())
+                    .count(),
+                1
+            );
         }
     }
 }

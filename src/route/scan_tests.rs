@@ -96,10 +96,22 @@ const REFUSED: &[(&[u8], usize)] = &[
     (br#"{"a":tru}"#, 8),
     (br#"{"a":truee}"#, 9),
     (br#"{"a":nulll}"#, 9),
-    (br#"{"a":[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,017,18,19,20,21,22,23,24,25,26,27,28]}"#, 46),
-    (br#"{"a":[10,,20,30,40,50,60,70,80,90,100,110,120,130,140,150,160,170,180,190,200,210]}"#, 9),
-    (br#"{"a":[10 20,30,40,50,60,70,80,90,100,110,120,130,140,150,160,170,180,190,200,210]}"#, 9),
-    (br#"{"a":[10,20,30,40,50,60,70,80,90,100,110,120,130,140,150,160,170,180,190,200,210,]}"#, 81),
+    (
+        br#"{"a":[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,017,18,19,20,21,22,23,24,25,26,27,28]}"#,
+        46,
+    ),
+    (
+        br#"{"a":[10,,20,30,40,50,60,70,80,90,100,110,120,130,140,150,160,170,180,190,200,210]}"#,
+        9,
+    ),
+    (
+        br#"{"a":[10 20,30,40,50,60,70,80,90,100,110,120,130,140,150,160,170,180,190,200,210]}"#,
+        9,
+    ),
+    (
+        br#"{"a":[10,20,30,40,50,60,70,80,90,100,110,120,130,140,150,160,170,180,190,200,210,]}"#,
+        81,
+    ),
     (br#"{"a":"b}"#, 8),
     (br#"{"a":"b\"}"#, 10),
     (br#"{"a":"\x41"}"#, 7),
@@ -110,7 +122,10 @@ const REFUSED: &[(&[u8], usize)] = &[
     (b"{\"a\":\"\n\"}", 6),
     (b"{\"a\":\"\t\"}", 6),
     (b"{\"a\":\"\0\"}", 6),
-    (b"{\"a\":\"a string of more than thirty-two bytes \x1f\"}", 45),
+    (
+        b"{\"a\":\"a string of more than thirty-two bytes \x1f\"}",
+        45,
+    ),
     (br#"{"a":1}//"#, 7),
     (br#"/**/{"a":1}"#, 0),
     (br#"["a":1]"#, 4),
@@ -120,7 +135,12 @@ const REFUSED: &[(&[u8], usize)] = &[
 #[test]
 fn accepts_whatever_json_loads_takes() {
     for body in ACCEPTED {
-        assert!(scan(body).is_ok(), "{:?}: {:?}", String::from_utf8_lossy(body), scan(body));
+        assert!(
+            scan(body).is_ok(),
+            "{:?}: {:?}",
+            String::from_utf8_lossy(body),
+            scan(body)
+        );
     }
 }
 
@@ -138,7 +158,11 @@ fn every_accepted_body_is_refused_when_it_breaks_off() {
         let whole = body.trim_ascii_end().len();
         for length in 0..whole {
             let verdict = scan(&body[..length]);
-            assert!(verdict.is_err(), "{:?} at {length}", String::from_utf8_lossy(body));
+            assert!(
+                verdict.is_err(),
+                "{:?} at {length}",
+                String::from_utf8_lossy(body)
+            );
         }
     }
 }
@@ -148,21 +172,52 @@ fn what_is_no_object_is_told_from_what_is_no_json() {
     for body in ["", " ", "\r\n\t "] {
         assert_eq!(scan(body.as_bytes()), Err(ScanError::Empty), "{body:?}");
     }
-    for body in ["[]", "[1,{}]", "1", "-0.5", r#""text""#, "null", " true ", "NaN"] {
-        assert_eq!(scan(body.as_bytes()), Err(ScanError::NotAnObject), "{body:?}");
+    for body in [
+        "[]",
+        "[1,{}]",
+        "1",
+        "-0.5",
+        r#""text""#,
+        "null",
+        " true ",
+        "NaN",
+    ] {
+        assert_eq!(
+            scan(body.as_bytes()),
+            Err(ScanError::NotAnObject),
+            "{body:?}"
+        );
     }
 }
 
 #[test]
 fn refuses_bytes_that_are_not_utf8_wherever_they_stand() {
     // Too long a form, a surrogate, above U+10FFFF, a lone continuation, a start without one, a byte that is none.
-    let faults: [&[u8]; 6] = [b"\xc0\xaf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\x80", b"\xe2\x82", b"\xff"];
+    let faults: [&[u8]; 6] = [
+        b"\xc0\xaf",
+        b"\xed\xa0\x80",
+        b"\xf4\x90\x80\x80",
+        b"\x80",
+        b"\xe2\x82",
+        b"\xff",
+    ];
     for fault in faults {
         for distance in [0, 1, 15, 16, 31, 32, 33, 100] {
             for tail in [0, 40] {
                 let (before, after) = ("x".repeat(distance), "x".repeat(tail));
-                let body = [b"{\"a\":\"", before.as_bytes(), fault, after.as_bytes(), b"\"}"].concat();
-                assert_eq!(scan(&body), Err(ScanError::NotUtf8 { at: 6 + distance }), "{fault:?}");
+                let body = [
+                    b"{\"a\":\"",
+                    before.as_bytes(),
+                    fault,
+                    after.as_bytes(),
+                    b"\"}",
+                ]
+                .concat();
+                assert_eq!(
+                    scan(&body),
+                    Err(ScanError::NotUtf8 { at: 6 + distance }),
+                    "{fault:?}"
+                );
             }
         }
     }
@@ -177,11 +232,23 @@ fn nesting_ends_at_the_limit_without_recursion() {
     for (open, close) in [("[", "]"), ("{\"a\":", "}")] {
         assert!(scan(&nested(open, close, DEPTH_MAX - 1)).is_ok());
         let at = 5 + open.len() * (DEPTH_MAX - 1);
-        assert_eq!(scan(&nested(open, close, DEPTH_MAX)), Err(ScanError::TooDeep { at }));
-        assert_eq!(scan(&nested(open, close, 1_000_000)), Err(ScanError::TooDeep { at }));
+        assert_eq!(
+            scan(&nested(open, close, DEPTH_MAX)),
+            Err(ScanError::TooDeep { at })
+        );
+        assert_eq!(
+            scan(&nested(open, close, 1_000_000)),
+            Err(ScanError::TooDeep { at })
+        );
     }
-    assert_eq!(scan("[".repeat(DEPTH_MAX).as_bytes()), Err(ScanError::Syntax { at: DEPTH_MAX }));
-    assert_eq!(scan("[".repeat(DEPTH_MAX + 1).as_bytes()), Err(ScanError::TooDeep { at: DEPTH_MAX }));
+    assert_eq!(
+        scan("[".repeat(DEPTH_MAX).as_bytes()),
+        Err(ScanError::Syntax { at: DEPTH_MAX })
+    );
+    assert_eq!(
+        scan("[".repeat(DEPTH_MAX + 1).as_bytes()),
+        Err(ScanError::TooDeep { at: DEPTH_MAX })
+    );
     // Levels that were closed do not count.
     assert!(scan(format!("{{\"a\":[{}1]}}", "[[{}]],".repeat(5000)).as_bytes()).is_ok());
 }
@@ -214,13 +281,25 @@ fn finds_every_field_by_its_name_as_raw_bytes() {
         ("query", |f| f.query),
     ];
     for (name, field) in names {
-        for value in ["1", "\"x\\ny\"", "[ 1, {\"model\":2} ]", "{}", "null", "-1.5e3"] {
-            let body = format!("{{ \"a\" : [\"{name}\"] , \"{name}\" :\n{value} , \"b\":{{\"{name}\":7}}}}");
+        for value in [
+            "1",
+            "\"x\\ny\"",
+            "[ 1, {\"model\":2} ]",
+            "{}",
+            "null",
+            "-1.5e3",
+        ] {
+            let body = format!(
+                "{{ \"a\" : [\"{name}\"] , \"{name}\" :\n{value} , \"b\":{{\"{name}\":7}}}}"
+            );
             let fields = scan(body.as_bytes()).unwrap();
             let found = field(&fields).map(|field| field.raw(body.as_bytes()));
             assert_eq!(found, Some(value.as_bytes()), "{body}");
             for (other, of) in names {
-                assert!(of(&fields).is_none() || of(&fields) == field(&fields), "{other} of {body}");
+                assert!(
+                    of(&fields).is_none() || of(&fields) == field(&fields),
+                    "{other} of {body}"
+                );
             }
         }
     }
@@ -250,9 +329,19 @@ fn a_null_adapter_does_not_hide_the_one_that_was_named() {
 
 #[test]
 fn only_the_literal_true_is_true() {
-    for (value, expected) in [("true", true), ("false", false), ("1", false), ("\"true\"", false), ("null", false)] {
+    for (value, expected) in [
+        ("true", true),
+        ("false", false),
+        ("1", false),
+        ("\"true\"", false),
+        ("null", false),
+    ] {
         let body = format!("{{\"stream\": {value} }}");
-        assert_eq!(is_true(body.as_bytes(), scan(body.as_bytes()).unwrap().stream), expected, "{value}");
+        assert_eq!(
+            is_true(body.as_bytes(), scan(body.as_bytes()).unwrap().stream),
+            expected,
+            "{value}"
+        );
     }
     assert!(!is_true(b"{}", None));
 }
@@ -280,7 +369,11 @@ fn text_is_unescaped_only_where_it_has_escapes() {
         let text = as_str(body.as_bytes(), fields.model);
         assert_eq!(text.as_deref(), expected, "{value}");
         let is_borrowed = matches!(text, Some(Cow::Borrowed(_)));
-        assert_eq!(is_borrowed, expected.is_some() && !value.contains('\\'), "{value}");
+        assert_eq!(
+            is_borrowed,
+            expected.is_some() && !value.contains('\\'),
+            "{value}"
+        );
     }
 }
 
@@ -303,14 +396,27 @@ fn agrees_with_serde_json_on_random_and_on_broken_bodies() {
         if differs_on_purpose(&body) {
             continue;
         }
-        let context = || format!("seed {seed:#x}, round {round}: {:?}", String::from_utf8_lossy(&body));
+        let context = || {
+            format!(
+                "seed {seed:#x}, round {round}: {:?}",
+                String::from_utf8_lossy(&body)
+            )
+        };
         match serde_json::from_slice::<BTreeMap<String, &RawValue>>(&body) {
             Ok(expected) => {
                 let fields = scan(&body).unwrap_or_else(|error| panic!("{error:?}, {}", context()));
                 let found = [fields.model, fields.prompt, fields.messages, fields.stream];
-                for (name, field) in ["model", "prompt", "messages", "stream"].into_iter().zip(found) {
+                for (name, field) in ["model", "prompt", "messages", "stream"]
+                    .into_iter()
+                    .zip(found)
+                {
                     let raw = field.map(|field| field.raw(&body));
-                    assert_eq!(raw, expected.get(name).map(|raw| raw.get().as_bytes()), "{name}, {}", context());
+                    assert_eq!(
+                        raw,
+                        expected.get(name).map(|raw| raw.get().as_bytes()),
+                        "{name}, {}",
+                        context()
+                    );
                 }
                 accepted_count += 1;
             }
@@ -318,22 +424,41 @@ fn agrees_with_serde_json_on_random_and_on_broken_bodies() {
                 let verdict = scan(&body);
                 assert!(verdict.is_err(), "{}", context());
                 let is_json = serde_json::from_slice::<&RawValue>(&body).is_ok();
-                assert_eq!(verdict == Err(ScanError::NotAnObject), is_json, "{}", context());
+                assert_eq!(
+                    verdict == Err(ScanError::NotAnObject),
+                    is_json,
+                    "{}",
+                    context()
+                );
             }
         }
     }
     // Both sides of the comparison were really seen.
-    assert!((round_count / 10..round_count * 9 / 10).contains(&accepted_count), "{accepted_count} accepted");
+    assert!(
+        (round_count / 10..round_count * 9 / 10).contains(&accepted_count),
+        "{accepted_count} accepted"
+    );
 }
 
 fn differs_on_purpose(body: &[u8]) -> bool {
-    let has = |word: &[u8]| body.windows(word.len()).any(|window| window.eq_ignore_ascii_case(word));
+    let has = |word: &[u8]| {
+        body.windows(word.len())
+            .any(|window| window.eq_ignore_ascii_case(word))
+    };
     has(b"nan") || has(b"infinity") || has(b"\\ud")
 }
 
 fn random_object(rng: &mut Rng, out: &mut Vec<u8>, depth: usize) {
-    let names: [&[u8]; 8] =
-        [b"model", b"prompt", b"messages", b"stream", b"mod\\u0065l", b"x", b"", b"p\\u0072ompt"];
+    let names: [&[u8]; 8] = [
+        b"model",
+        b"prompt",
+        b"messages",
+        b"stream",
+        b"mod\\u0065l",
+        b"x",
+        b"",
+        b"p\\u0072ompt",
+    ];
     out.push(b'{');
     for index in 0..rng.below(6) {
         if index > 0 {
@@ -383,8 +508,18 @@ fn random_space(rng: &mut Rng, out: &mut Vec<u8>) {
 }
 
 fn random_string(rng: &mut Rng, out: &mut Vec<u8>) {
-    let parts: [&str; 10] =
-        ["\\n", "\\\"", "\\\\", "\\u00e9", "é", "漢", "😀", "plain text ", "\u{7f}", "some more of the plain text"];
+    let parts: [&str; 10] = [
+        "\\n",
+        "\\\"",
+        "\\\\",
+        "\\u00e9",
+        "é",
+        "漢",
+        "😀",
+        "plain text ",
+        "\u{7f}",
+        "some more of the plain text",
+    ];
     out.push(b'"');
     for _ in 0..rng.below(8) {
         out.extend_from_slice(parts[rng.below(parts.len())].as_bytes());
@@ -393,7 +528,20 @@ fn random_string(rng: &mut Rng, out: &mut Vec<u8>) {
 }
 
 fn random_number(rng: &mut Rng, out: &mut Vec<u8>) {
-    let parts: [&str; 12] = ["0", "-0", "7", "-12", "1234567", "123456789", "0.5", "1e5", "2.50", "1E-7", "1e400", "3e+1"];
+    let parts: [&str; 12] = [
+        "0",
+        "-0",
+        "7",
+        "-12",
+        "1234567",
+        "123456789",
+        "0.5",
+        "1e5",
+        "2.50",
+        "1E-7",
+        "1e400",
+        "3e+1",
+    ];
     out.extend_from_slice(parts[rng.below(parts.len())].as_bytes());
 }
 

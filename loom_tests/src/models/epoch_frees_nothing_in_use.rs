@@ -1,4 +1,6 @@
 //! E1: what a pin can see is not freed. E2: when nothing is pinned everything is.
+//!
+//! Three preemptions: that a second pin's Release carries the first pin's reads takes three to see.
 
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicPtr, Ordering};
@@ -6,7 +8,7 @@ use loom::thread;
 use shards::{Bin, Domain, Reader};
 use std::sync::Arc;
 
-use super::model;
+use super::model_up_to;
 
 /// A value whose memory stays; its end is a write that loom holds against every read.
 struct Value {
@@ -61,7 +63,7 @@ fn read(shared: &Shared, reader: &mut Reader) {
 
 #[test]
 fn one_reader_one_writer() {
-    model(|| {
+    model_up_to(3, || {
         let domain = Arc::new(Domain::new(1));
         let mut reader = domain.reader(0);
         let shared = shared(1);
@@ -84,7 +86,7 @@ fn one_reader_one_writer() {
 /// A reader that pins again and again: an earlier pin's reads come before the free, too.
 #[test]
 fn two_pins_of_one_reader() {
-    model(|| {
+    model_up_to(3, || {
         let domain = Arc::new(Domain::new(1));
         let mut reader = domain.reader(0);
         let shared = shared(1);
@@ -104,7 +106,7 @@ fn two_pins_of_one_reader() {
 /// Two writers, each with its bin, share the epoch.
 #[test]
 fn two_writers() {
-    model(|| {
+    model_up_to(3, || {
         let domain = Arc::new(Domain::new(1));
         let mut reader = domain.reader(0);
         let (shared_a, shared_b) = (shared(1), shared(2));
@@ -135,7 +137,7 @@ fn two_writers() {
 /// The writer's core may be pinned itself: it keeps what is young, and frees it when its pin has ended.
 #[test]
 fn a_pinned_writer() {
-    model(|| {
+    model_up_to(3, || {
         let domain = Arc::new(Domain::new(2));
         let (mut own, mut reader) = (domain.reader(0), domain.reader(1));
         let shared = shared(1);

@@ -4,12 +4,14 @@ use loom::thread;
 use shards::PrefixHash;
 use std::sync::Arc;
 
-use super::forest::{Forest, ONE_SEGMENT, forest, held, insert};
+use super::forest::{Forest, ONE_SEGMENT, block, forest, held, insert};
 use super::model;
 
 #[test]
 fn a_new_chain() {
-    model(|| {
+    // With mark 0 an empty entry's value would pass for a holder set.
+    let [first, second] = [0, 1].map(|nth| block([0, 1], false, 0, nth));
+    model(move || {
         let Forest {
             tree,
             mut shard,
@@ -19,7 +21,7 @@ fn a_new_chain() {
         let theirs = Arc::clone(&tree);
         let thread = thread::spawn(move || {
             let pin = reader.pin();
-            let found = theirs.find(&pin, &[PrefixHash(1), PrefixHash(2)], |_| true);
+            let found = theirs.find(&pin, &[PrefixHash(first), PrefixHash(second)], |_| true);
             if let Some(found) = found {
                 let holders: Vec<u16> = found.holders().map(|slot| slot.0).collect();
                 assert_eq!(holders, [5]);
@@ -28,12 +30,12 @@ fn a_new_chain() {
             drop(pin);
             reader
         });
-        insert(&mut shard, 5, &[1, 2]);
+        insert(&mut shard, 5, &[first, second]);
         let mut reader = thread.join().unwrap();
         let pin = reader.pin();
         assert_eq!(
-            (held(&tree, &pin, 1), held(&tree, &pin, 2)),
-            (vec![5], vec![5])
+            [first, second].map(|hash| held(&tree, &pin, hash)),
+            [[5], [5]]
         );
         drop(pin);
     });

@@ -46,9 +46,9 @@ fn check(mover: u64, neighbours: &'static [u64], newcomer: u64, looked_for: u64)
 }
 
 fn check_one_move(looked_for: impl Fn(u64, u64) -> u64) {
-    let mover = block([0, 2], false, 0);
-    let newcomer = block([0, 1], false, 0);
-    let neighbours = vec![block([1, 3], false, 0)].leak();
+    let mover = block([0, 2], false, 0, 0);
+    let newcomer = block([0, 1], false, 0, 0);
+    let neighbours = vec![block([1, 3], false, 0, 0)].leak();
     check(mover, neighbours, newcomer, looked_for(mover, newcomer));
 }
 

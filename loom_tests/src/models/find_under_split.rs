@@ -9,9 +9,9 @@ use super::model;
 /// Two blocks fill the two places of a third one, which splits the segment.
 fn blocks() -> [u64; 3] {
     [
-        block([0, 1], false, 0),
-        block([0, 1], true, 0),
-        block([0, 1], false, 1),
+        block([0, 1], false, 0, 0),
+        block([0, 1], true, 0, 0),
+        block([0, 1], false, 0, 1),
     ]
 }
 

@@ -34,11 +34,13 @@ pub fn forest(bytes_max: usize, reader_count: usize) -> Forest {
 }
 
 /// The `nth` hash that may be in these two buckets (of four, tried in this order), in the upper or lower half of the
-/// directory. Repeats the mixing of `shards/src/tree/spread.rs`.
-pub fn block(buckets: [u64; 2], is_upper: bool, nth: usize) -> u64 {
+/// directory, with this mark. Blocks of one mark leave everything to the order of loads and stores. Repeats the mixing of
+/// `shards/src/tree/spread.rs`.
+pub fn block(buckets: [u64; 2], is_upper: bool, mark: u64, nth: usize) -> u64 {
     let is_there = |hash: &u64| {
         let mixed = mix(*hash);
-        [(mixed >> 32) % 4, mixed % 4] == buckets && (mixed >> 63 == 1) == is_upper
+        let is_half = (mixed >> 63 == 1) == is_upper;
+        [(mixed >> 32) % 4, mixed % 4] == buckets && is_half && (mixed >> 11) % 128 == mark
     };
     (1..).filter(is_there).nth(nth).unwrap()
 }

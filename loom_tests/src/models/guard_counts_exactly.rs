@@ -5,6 +5,7 @@ use loom::thread;
 use shards::{Books, Load, LoadGuard, Slot, WorkerId};
 
 use super::model;
+use super::trace::Trace;
 
 const SLOT: Slot = Slot(0);
 
@@ -69,19 +70,25 @@ fn a_shared_exchange_on_three_threads() {
     });
 }
 
-/// A slot seen drained shows zeros at once, not a moment later.
+/// A slot seen drained shows zeros at once, not a moment later; and all that its exchanges did has happened.
 #[test]
 fn a_drained_slot_shows_zeros() {
     model(|| {
         let (books, worker) = books();
         let guard = acquire(&books, worker, 100);
         let shared = guard.share();
+        let trace = Trace::new();
+        let theirs = trace.clone();
         let threads = [
             thread::spawn(move || shared.activate()),
-            thread::spawn(move || guard.release()),
+            thread::spawn(move || {
+                theirs.leave();
+                guard.release();
+            }),
         ];
         books.close(worker);
         if books.is_drained(worker) {
+            assert!(trace.is_there());
             assert_empty(&books);
         }
         threads

@@ -5,6 +5,7 @@ use loom::thread;
 use shards::{Books, Load, LoadGuard, Slot};
 
 use super::model;
+use super::trace::Trace;
 
 const SLOT: Slot = Slot(0);
 
@@ -15,7 +16,10 @@ fn a_slot_is_reopened() {
         let books = Arc::new(Books::new(1));
         let old = books.open(SLOT).unwrap();
         let guard = LoadGuard::acquire(Arc::clone(&books), old, 100).unwrap();
+        let trace = Trace::new();
+        let theirs = trace.clone();
         let ending = thread::spawn(move || {
+            theirs.leave();
             guard.activate();
             drop(guard);
         });
@@ -25,6 +29,7 @@ fn a_slot_is_reopened() {
         assert!(!books.close(old), "closed twice");
         let new = books.open(SLOT);
         let guard = new.map(|new| {
+            assert!(trace.is_there(), "what the old one did comes before");
             assert_ne!(new, old);
             assert!(books.is_drained(old), "opened before the old one had ended");
             let guard = LoadGuard::acquire(Arc::clone(&books), new, 1).unwrap();

@@ -125,6 +125,11 @@ impl<'a> Chain<'a> {
         // Halve: `depth` is taken, `miss` is not.
         while miss - depth > 1 {
             let middle = depth + (miss - depth) / 2;
+            // Whatever the answer, the next question is under way.
+            if miss - depth > 3 {
+                self.prefetch(depth + (middle - depth) / 2);
+                self.prefetch(middle + (miss - middle) / 2);
+            }
             match probe(middle) {
                 Some(found) => (depth, word) = (middle, found),
                 None => miss = middle,

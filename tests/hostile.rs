@@ -1,0 +1,1084 @@
+//! Clients that break the rules, and limits: each bad request gets its error in OpenAI's shape, no worker sees it, and the
+//! router serves the next client.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::*;
+
+const CHAT: &str = "/v1/chat/completions";
+
+/// What a client sends (all of it in one write), the status it must get, and whether the connection must close after.
+struct Row {
+    what: &'static str,
+    wire: Vec<u8>,
+    status: u16,
+    closes: bool,
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(&bytes[..bytes.len().min(200)]).into_owned()
+}
+
+/// Rows whose connection must close: where a message ends is in doubt, or its rest is not wanted.
+fn closing(status: u16, rows: &[(&'static str, &str)]) -> Vec<Row> {
+    rows.iter()
+        .map(|(what, wire)| Row {
+            what,
+            wire: wire.as_bytes().to_vec(),
+            status,
+            closes: true,
+        })
+        .collect()
+}
+
+/// A chat request with these head lines and body; the smuggled request behind it must reach nobody.
+fn smuggling(rows: &[(&'static str, &str, &str)]) -> Vec<Row> {
+    let build = |(what, lines, body): &(&'static str, &str, &str)| {
+        let smuggled = "GET /smuggled HTTP/1.1\r\nHost: r\r\n\r\n";
+        let wire = format!("POST {CHAT} HTTP/1.1\r\nHost: r\r\n{lines}\r\n{body}{smuggled}");
+        Row {
+            what,
+            wire: wire.into_bytes(),
+            status: 400,
+            closes: true,
+        }
+    };
+    rows.iter().map(build).collect()
+}
+
+fn request_lines() -> Vec<Row> {
+    let mut rows = closing(
+        400,
+        &[
+            ("no method", " /x HTTP/1.1\r\nHost: r\r\n\r\n"),
+            ("no version", "GET /x\r\nHost: r\r\n\r\n"),
+            ("HTTP/0.9", "GET /\r\n\r\n"),
+            (
+                "two spaces after the method",
+                "GET  /x HTTP/1.1\r\nHost: r\r\n\r\n",
+            ),
+            ("a tab for a space", "GET\t/x\tHTTP/1.1\r\nHost: r\r\n\r\n"),
+            (
+                "a method that is no token",
+                "G@T /x HTTP/1.1\r\nHost: r\r\n\r\n",
+            ),
+            ("NUL in the target", "GET /x\0y HTTP/1.1\r\nHost: r\r\n\r\n"),
+            (
+                "a control byte in the target",
+                "GET /x\u{1}y HTTP/1.1\r\nHost: r\r\n\r\n",
+            ),
+            ("a line feed for CRLF", "GET /x HTTP/1.1\nHost: r\r\n\r\n"),
+            (
+                "authority form without CONNECT",
+                "GET r:80 HTTP/1.1\r\nHost: r\r\n\r\n",
+            ),
+            ("a relative target", "GET x/y HTTP/1.1\r\nHost: r\r\n\r\n"),
+            ("an asterisk with GET", "GET * HTTP/1.1\r\nHost: r\r\n\r\n"),
+            (
+                "another scheme",
+                "GET ftp://r/x HTTP/1.1\r\nHost: r\r\n\r\n",
+            ),
+            (
+                "absolute form with a query and no path",
+                "GET http://r?x=1 HTTP/1.1\r\nHost: r\r\n\r\n",
+            ),
+            ("something other than HTTP", "hello\r\n\r\n"),
+            (
+                "a TLS greeting",
+                "\u{16}\u{3}\u{1}\u{0}\u{5}\u{1}\u{0}\u{0}\u{1}\u{0}\r\n\r\n",
+            ),
+        ],
+    );
+    rows.extend(closing(
+        505,
+        &[
+            ("HTTP/2.0", "GET /x HTTP/2.0\r\nHost: r\r\n\r\n"),
+            ("HTTP/2's preface", "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+            ("HTTP/1.2", "GET /x HTTP/1.2\r\nHost: r\r\n\r\n"),
+            ("HTTP/3", "GET /x HTTP/3\r\nHost: r\r\n\r\n"),
+            (
+                "a version in small letters",
+                "GET /x http/1.1\r\nHost: r\r\n\r\n",
+            ),
+            // What follows the second space is the version, whatever it is.
+            (
+                "two spaces before the version",
+                "GET /x  HTTP/1.1\r\nHost: r\r\n\r\n",
+            ),
+            (
+                "a space in the target",
+                "GET /x y HTTP/1.1\r\nHost: r\r\n\r\n",
+            ),
+            ("another protocol", "GET /x ICE/1.0\r\nHost: r\r\n\r\n"),
+        ],
+    ));
+    rows.extend(closing(
+        405,
+        &[
+            ("CONNECT", "CONNECT r:443 HTTP/1.1\r\nHost: r:443\r\n\r\n"),
+            (
+                "CONNECT with a path",
+                "CONNECT /x HTTP/1.1\r\nHost: r\r\n\r\n",
+            ),
+            (
+                "GET of an inference endpoint",
+                "GET /v1/chat/completions HTTP/1.1\r\nHost: r\r\n\r\n",
+            ),
+            (
+                "PUT of an inference endpoint",
+                "PUT /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: 2\r\n\r\n{}",
+            ),
+            (
+                "DELETE of an inference endpoint",
+                "DELETE /generate HTTP/1.1\r\nHost: r\r\n\r\n",
+            ),
+            (
+                "a method in small letters",
+                "post /v1/embeddings HTTP/1.1\r\nHost: r\r\nContent-Length: 2\r\n\r\n{}",
+            ),
+            (
+                "absolute form of an inference endpoint",
+                "GET http://evil.example/score?x HTTP/1.1\r\nHost: r\r\n\r\n",
+            ),
+        ],
+    ));
+    rows
+}
+
+fn fields() -> Vec<Row> {
+    let head = |line: &str| format!("GET /x HTTP/1.1\r\nHost: r\r\n{line}\r\n\r\n");
+    let table: Vec<(&'static str, String)> = vec![
+        (
+            "a line feed for CRLF after a field",
+            "GET /x HTTP/1.1\r\nHost: r\nX: 1\r\n\r\n".into(),
+        ),
+        ("line feeds only", "GET /x HTTP/1.1\nHost: r\n\n".into()),
+        (
+            "a line feed for the empty line",
+            "GET /x HTTP/1.1\r\nHost: r\r\n\n".into(),
+        ),
+        ("a bare carriage return in a value", head("X: a\rb")),
+        (
+            "a bare carriage return before a field",
+            head("X: a\r\r\nY: 1"),
+        ),
+        ("a space before the colon", head("X : 1")),
+        ("a tab before the colon", head("X\t: 1")),
+        ("a folded field", head("X: a\r\n b")),
+        ("a field that is folded with a tab", head("X: a\r\n\tb")),
+        (
+            "white space before the first field",
+            "GET /x HTTP/1.1\r\n Host: r\r\n\r\n".into(),
+        ),
+        ("an empty name", head(": 1")),
+        ("no colon", head("Xyz")),
+        ("a name with a space", head("X Y: 1")),
+        ("a name with a parenthesis", head("X(: 1")),
+        ("a name beyond ASCII", head("X\u{e9}: 1")),
+        ("NUL in a value", head("X: a\0b")),
+        ("NUL in a name", head("X\0: b")),
+        ("a control byte in a value", head("X: a\u{7}b")),
+        ("DEL in a value", head("X: a\u{7f}b")),
+        ("no Host", "GET /x HTTP/1.1\r\nX: 1\r\n\r\n".into()),
+        (
+            "two Hosts",
+            "GET /x HTTP/1.1\r\nHost: r\r\nHost: r\r\n\r\n".into(),
+        ),
+        (
+            "two Hosts, one in capitals",
+            "GET /x HTTP/1.1\r\nHost: r\r\nHOST: evil\r\n\r\n".into(),
+        ),
+        (
+            "two Hosts in HTTP/1.0",
+            "GET /x HTTP/1.0\r\nHost: r\r\nHost: s\r\n\r\n".into(),
+        ),
+        (
+            "a Host list",
+            "GET /x HTTP/1.1\r\nHost: r, evil\r\n\r\n".into(),
+        ),
+        (
+            "a Host with a path",
+            "GET /x HTTP/1.1\r\nHost: r/evil\r\n\r\n".into(),
+        ),
+        (
+            "a Host with a user",
+            "GET /x HTTP/1.1\r\nHost: r@evil\r\n\r\n".into(),
+        ),
+        (
+            "a Host with a space",
+            "GET /x HTTP/1.1\r\nHost: r evil\r\n\r\n".into(),
+        ),
+        (
+            "absolute form without Host",
+            "GET http://r/x HTTP/1.1\r\n\r\n".into(),
+        ),
+    ];
+    table
+        .into_iter()
+        .map(|(what, wire)| Row {
+            what,
+            wire: wire.into_bytes(),
+            status: 400,
+            closes: true,
+        })
+        .collect()
+}
+
+fn lengths_and_codings() -> Vec<Row> {
+    const CHUNKS: &str = "2\r\n{}\r\n0\r\n\r\n";
+    let mut rows = smuggling(&[
+        (
+            "CL.TE",
+            "Content-Length: 6\r\nTransfer-Encoding: chunked\r\n",
+            "0\r\n\r\nX",
+        ),
+        (
+            "TE.CL",
+            "Transfer-Encoding: chunked\r\nContent-Length: 4\r\n",
+            "5c\r\n",
+        ),
+        (
+            "CL.TE with equal lengths",
+            "Content-Length: 12\r\nTransfer-Encoding: chunked\r\n",
+            CHUNKS,
+        ),
+        (
+            "CL 0 with TE",
+            "Content-Length: 0\r\nTransfer-Encoding: chunked\r\n",
+            CHUNKS,
+        ),
+        (
+            "CL with an unknown TE",
+            "Content-Length: 2\r\nTransfer-Encoding: x\r\n",
+            "{}",
+        ),
+        (
+            "CL with an empty TE",
+            "Content-Length: 2\r\nTransfer-Encoding:\r\n",
+            "{}",
+        ),
+        (
+            "TE twice",
+            "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n",
+            CHUNKS,
+        ),
+        (
+            "TE.TE with a disguised one",
+            "Transfer-Encoding: chunked\r\nTransfer-Encoding: x\r\n",
+            CHUNKS,
+        ),
+        (
+            "TE.TE the other way",
+            "Transfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n",
+            CHUNKS,
+        ),
+        (
+            "TE list ending in chunked",
+            "Transfer-Encoding: gzip, chunked\r\n",
+            CHUNKS,
+        ),
+        (
+            "TE chunked not last",
+            "Transfer-Encoding: chunked, identity\r\n",
+            CHUNKS,
+        ),
+        (
+            "TE chunked twice in a list",
+            "Transfer-Encoding: chunked, chunked\r\n",
+            CHUNKS,
+        ),
+        (
+            "TE with an empty list member",
+            "Transfer-Encoding: ,chunked\r\n",
+            CHUNKS,
+        ),
+        ("TE xchunked", "Transfer-Encoding: xchunked\r\n", CHUNKS),
+        ("TE chunkedx", "Transfer-Encoding: chunkedx\r\n", CHUNKS),
+        ("TE in quotes", "Transfer-Encoding: \"chunked\"\r\n", CHUNKS),
+        (
+            "TE with a parameter",
+            "Transfer-Encoding: chunked;q=1\r\n",
+            CHUNKS,
+        ),
+        (
+            "TE with a vertical tab",
+            "Transfer-Encoding: \u{b}chunked\r\n",
+            CHUNKS,
+        ),
+        (
+            "TE with a space before the colon",
+            "Transfer-Encoding : chunked\r\n",
+            CHUNKS,
+        ),
+        ("TE folded", "Transfer-Encoding:\r\n chunked\r\n", CHUNKS),
+        (
+            "TE behind a bare carriage return",
+            "X: y\rTransfer-Encoding: chunked\r\n",
+            CHUNKS,
+        ),
+        (
+            "TE behind a bare line feed",
+            "X: y\nTransfer-Encoding: chunked\r\n",
+            CHUNKS,
+        ),
+        ("TE identity", "Transfer-Encoding: identity\r\n", CHUNKS),
+        (
+            "CL twice, different",
+            "Content-Length: 2\r\nContent-Length: 3\r\n",
+            "{}",
+        ),
+        (
+            "CL twice, equal",
+            "Content-Length: 2\r\nContent-Length: 2\r\n",
+            "{}",
+        ),
+        ("CL list", "Content-Length: 2, 2\r\n", "{}"),
+        ("CL with a plus", "Content-Length: +2\r\n", "{}"),
+        ("CL with a minus", "Content-Length: -2\r\n", "{}"),
+        ("CL in hex", "Content-Length: 0x2\r\n", "{}"),
+        ("CL with a fraction", "Content-Length: 2.0\r\n", "{}"),
+        ("CL with a space inside", "Content-Length: 1 2\r\n", "{}"),
+        ("CL empty", "Content-Length:\r\n", "{}"),
+        ("CL no number", "Content-Length: two\r\n", "{}"),
+        (
+            "CL over 2^63",
+            "Content-Length: 9223372036854775808\r\n",
+            "{}",
+        ),
+        (
+            "CL that wraps 64 bits",
+            "Content-Length: 18446744073709551618\r\n",
+            "{}",
+        ),
+        (
+            "CL with a space before the colon",
+            "Content-Length : 2\r\n",
+            "{}",
+        ),
+    ]);
+    let old = format!("POST {CHAT} HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n{CHUNKS}");
+    rows.push(Row {
+        what: "TE in HTTP/1.0",
+        wire: old.into_bytes(),
+        status: 400,
+        closes: true,
+    });
+    rows
+}
+
+fn chunks() -> Vec<Row> {
+    let table: &[(&'static str, &str)] = &[
+        ("a chunk size that is no hex", "zz\r\n{}\r\n0\r\n\r\n"),
+        ("an empty chunk size", "\r\n{}\r\n0\r\n\r\n"),
+        ("a chunk size with 0x", "0x2\r\n{}\r\n0\r\n\r\n"),
+        ("a chunk size with a plus", "+2\r\n{}\r\n0\r\n\r\n"),
+        ("a chunk size with a minus", "-2\r\n{}\r\n0\r\n\r\n"),
+        ("a chunk size with a space before", " 2\r\n{}\r\n0\r\n\r\n"),
+        (
+            "a chunk size over 2^60",
+            "10000000000000000\r\n{}\r\n0\r\n\r\n",
+        ),
+        (
+            "a chunk size that wraps 64 bits",
+            "ffffffffffffffff2\r\n{}\r\n0\r\n\r\n",
+        ),
+        (
+            "a chunk size line ended by a line feed",
+            "2\n{}\r\n0\r\n\r\n",
+        ),
+        (
+            "a chunk size line ended by a carriage return",
+            "2\r{}\r\n0\r\n\r\n",
+        ),
+        (
+            "a chunk extension ended by a line feed",
+            "2;x\n{}\r\n0\r\n\r\n",
+        ),
+        ("NUL in a chunk extension", "2;\0\r\n{}\r\n0\r\n\r\n"),
+        (
+            "a bare carriage return in a chunk extension",
+            "2;a\rb\r\n{}\r\n0\r\n\r\n",
+        ),
+        ("chunk data without its end", "2\r\n{}0\r\n\r\n"),
+        ("chunk data ended by a line feed", "2\r\n{}\n0\r\n\r\n"),
+        ("chunk data longer than its size", "1\r\n{}\r\n0\r\n\r\n"),
+        ("a last chunk ended by a line feed", "2\r\n{}\r\n0\n\r\n"),
+        ("a folded trailer", "2\r\n{}\r\n0\r\nX: 1\r\n y\r\n\r\n"),
+        (
+            "a trailer ended by a line feed",
+            "2\r\n{}\r\n0\r\nX: 1\n\r\n",
+        ),
+        ("NUL in a trailer", "2\r\n{}\r\n0\r\nX: \0\r\n\r\n"),
+    ];
+    let mut rows = Vec::new();
+    for (what, body) in table {
+        for path in [CHAT, "/workers"] {
+            let wire = format!(
+                "POST {path} HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n{body}"
+            );
+            rows.push(Row {
+                what,
+                wire: wire.into_bytes(),
+                status: 400,
+                closes: true,
+            });
+        }
+    }
+    let head = format!("POST {CHAT} HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n");
+    let long = format!("{head}2;{}\r\n{{}}\r\n0\r\n\r\n", "e".repeat(10_000));
+    rows.push(Row {
+        what: "an endless chunk extension",
+        wire: long.into_bytes(),
+        status: 400,
+        closes: true,
+    });
+    let long = format!("{head}2\r\n{{}}\r\n0\r\n{}\r\n", "X-T: 1\r\n".repeat(4_000));
+    rows.push(Row {
+        what: "endless trailers",
+        wire: long.into_bytes(),
+        status: 400,
+        closes: true,
+    });
+    rows
+}
+
+fn sizes() -> Vec<Row> {
+    let row = |what, wire: String, status| Row {
+        what,
+        wire: wire.into_bytes(),
+        status,
+        closes: true,
+    };
+    let long = "a".repeat(100_000);
+    vec![
+        row(
+            "a target of 100 kB",
+            format!("GET /{long} HTTP/1.1\r\nHost: r\r\n\r\n"),
+            414,
+        ),
+        row(
+            "a query of 100 kB without an end",
+            format!("GET /x?{long}"),
+            414,
+        ),
+        row(
+            "a field of 100 kB",
+            format!("GET /x HTTP/1.1\r\nHost: r\r\nX: {long}\r\n\r\n"),
+            431,
+        ),
+        row(
+            "a field of 100 kB without an end",
+            format!("GET /x HTTP/1.1\r\nHost: r\r\nX: {long}"),
+            431,
+        ),
+        row(
+            "300 fields",
+            format!(
+                "GET /x HTTP/1.1\r\nHost: r\r\n{}\r\n",
+                "X: 1\r\n".repeat(300)
+            ),
+            431,
+        ),
+        row(
+            "2,000 fields",
+            format!(
+                "GET /x HTTP/1.1\r\nHost: r\r\n{}\r\n",
+                "X: 1\r\n".repeat(2_000)
+            ),
+            431,
+        ),
+        row(
+            "a body of 10^18 bytes",
+            format!(
+                "POST {CHAT} HTTP/1.1\r\nHost: r\r\nContent-Length: 1000000000000000000\r\n\r\n"
+            ),
+            413,
+        ),
+        row(
+            "an admin body of 2 MiB",
+            "POST /workers HTTP/1.1\r\nHost: r\r\nContent-Length: 2097152\r\n\r\n".into(),
+            413,
+        ),
+    ]
+}
+
+const INFERENCE: [&str; 13] = [
+    CHAT,
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/rerank",
+    "/rerank",
+    "/v1/messages",
+    "/generate",
+    "/inference/v1/generate",
+    "/tokenize",
+    "/pooling",
+    "/score",
+    "/v1/score",
+];
+
+/// Read whole and understood as far as framing goes: these keep their connection.
+fn bad_json() -> Vec<Row> {
+    let deep = "[".repeat(200_000);
+    let table: Vec<(&'static str, Vec<u8>)> = vec![
+        ("no body", b"".to_vec()),
+        ("white space", b" \n".to_vec()),
+        ("no JSON", b"hello".to_vec()),
+        (
+            "half an object",
+            br#"{"model":"m","messages":[{"role":"user""#.to_vec(),
+        ),
+        ("an array", b"[]".to_vec()),
+        ("a string", br#""x""#.to_vec()),
+        ("null", b"null".to_vec()),
+        ("something behind the object", b"{} {}".to_vec()),
+        ("a comma too many", br#"{"model":"m",}"#.to_vec()),
+        ("no colon", br#"{"model" "m"}"#.to_vec()),
+        ("a key that is no string", br#"{1:2}"#.to_vec()),
+        ("single quotes", br#"{'model':'m'}"#.to_vec()),
+        (
+            "a raw line feed in a string",
+            b"{\"model\":\"a\nb\"}".to_vec(),
+        ),
+        ("a bad escape", br#"{"model":"\x41"}"#.to_vec()),
+        ("invalid UTF-8", b"{\"model\":\"\xff\xfe\"}".to_vec()),
+        (
+            "nesting without an end",
+            format!("{{\"a\":{deep}").into_bytes(),
+        ),
+        (
+            "deep nesting",
+            format!("{{\"a\":{deep}{}}}", "]".repeat(200_000)).into_bytes(),
+        ),
+    ];
+    let mut rows = Vec::new();
+    for (n, (what, body)) in table.into_iter().enumerate() {
+        for path in INFERENCE {
+            // The large ones on a few paths only.
+            if body.len() < 1000 || path.len() % 3 == n % 3 {
+                rows.push(Row {
+                    what,
+                    wire: post(path, &body),
+                    status: 400,
+                    closes: false,
+                });
+            }
+        }
+    }
+    rows
+}
+
+/// The error as OpenAI's clients read it.
+fn assert_openai_shape(answer: &Answer, what: &str) {
+    assert_eq!(
+        answer.field("content-type"),
+        Some("application/json"),
+        "{what}: {}",
+        answer.head
+    );
+    let json: serde_json::Value = serde_json::from_slice(&answer.body)
+        .unwrap_or_else(|e| panic!("{what}: {e}: {}", text(&answer.body)));
+    for key in ["message", "type", "code"] {
+        assert!(
+            json["error"][key].as_str().is_some_and(|s| !s.is_empty()),
+            "{what}: error.{key} in {json}"
+        );
+    }
+    assert!(
+        !json.to_string().contains("127.0.0.1"),
+        "{what}: shows an address: {json}"
+    );
+}
+
+#[tokio::test]
+async fn every_malformed_request_gets_its_error_and_no_worker_sees_it() {
+    let worker = Worker::start().await;
+    let router = router(&[&worker], &[]).await;
+    let rows: Vec<Row> = [
+        request_lines(),
+        fields(),
+        lengths_and_codings(),
+        chunks(),
+        sizes(),
+        bad_json(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    assert!(rows.len() >= 60, "{} rows", rows.len());
+    let mut wrong = Vec::new();
+    for row in &rows {
+        let (shown, before) = (
+            format!("{}: {:?}", row.what, text(&row.wire)),
+            worker.count(),
+        );
+        let mut client = Client::open(router.address).await;
+        // More than the sockets hold may wait until the answer is there.
+        client.send(&row.wire).await;
+        match tokio::time::timeout(Duration::from_secs(5), client.answer(false)).await {
+            Err(_) => wrong.push(format!("no answer to {shown}")),
+            Ok(None) => wrong.push(format!("closed without an answer: {shown}")),
+            Ok(Some(answer)) if answer.status != row.status => {
+                wrong.push(format!(
+                    "{} and not {} for {shown}: {}",
+                    answer.status,
+                    row.status,
+                    text(&answer.body)
+                ));
+            }
+            Ok(Some(answer)) => {
+                assert_openai_shape(&answer, &shown);
+                let says_close = answer.field("connection") == Some("close");
+                if says_close != row.closes {
+                    wrong.push(format!("says close: {says_close}: {shown}"));
+                }
+                if says_close && !matches!(client.rest().await, (rest, true) if rest.is_empty()) {
+                    wrong.push(format!(
+                        "not closed in order, or bytes after the error: {shown}"
+                    ));
+                }
+            }
+        }
+        if worker.count() != before {
+            wrong.push(format!("a worker saw it: {shown}"));
+        }
+        let mut next = Client::open(router.address).await;
+        let answer = next.post(CHAT, &chat("well-formed")).await;
+        assert!(
+            answer.is_some_and(|a| a.status == 200),
+            "the router serves nobody after {shown}"
+        );
+    }
+    assert!(
+        wrong.is_empty(),
+        "{} of {} rows:\n{}",
+        wrong.len(),
+        rows.len(),
+        wrong.join("\n")
+    );
+    until_books_are_empty(&router).await;
+}
+
+/// What smugglers hide behind a good request is a request of its own, framed anew, and its answer is the client's own.
+#[tokio::test]
+async fn what_is_odd_but_legal_is_taken_and_reaches_the_worker_framed_anew() {
+    let worker = Worker::start().await;
+    let router = router(&[&worker], &[]).await;
+    let rows = [
+        (
+            "POST /v1/completions HTTP/1.1\r\nhOsT:r\r\ncontent-LENGTH:   2  \r\n\r\n{}",
+            "/v1/completions",
+        ),
+        (
+            "POST http://evil.example:1/generate?x=1 HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n00002;a=\"b;c\"\r\n{}\r\n0;z\r\nT: 1\r\n\r\n",
+            "/generate?x=1",
+        ),
+        (
+            "\r\n\r\nPOST HTTPS://r/x HTTP/1.1\r\nHost: r\r\nContent-Length: 2\r\n\r\n{}",
+            "/x",
+        ),
+        (
+            "POST /x HTTP/1.1\r\nHost: [::1]:80\r\nX:\r\nY: \t z \t\r\nContent-Length: 002\r\n\r\n{}",
+            "/x",
+        ),
+        (
+            "OPTIONS * HTTP/1.1\r\nHost: r\r\nContent-Length: 2\r\n\r\n{}",
+            "*",
+        ),
+        ("BREW /x HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}", "/x"),
+    ];
+    for (wire, target) in rows {
+        let mut client = Client::open(router.address).await;
+        client.send(wire.as_bytes()).await;
+        assert_eq!(client.answer(false).await.unwrap().status, 200, "{wire:?}");
+        let seen = worker.requests().pop().unwrap();
+        assert_eq!(seen.line.split(' ').nth(1), Some(target), "{wire:?}");
+        assert_eq!(
+            (seen.body.as_slice(), seen.all("content-length")),
+            (b"{}".as_slice(), vec![b"2".as_slice()]),
+            "{wire:?}"
+        );
+        assert_eq!(
+            (seen.all("host").len(), seen.all("transfer-encoding").len()),
+            (1, 0),
+            "{wire:?}"
+        );
+        assert!(seen.all("t").is_empty());
+    }
+}
+
+/// Every byte of every piece at random: whatever it is, the router answers or closes, and goes on.
+#[tokio::test]
+async fn random_damage_to_requests_never_stops_the_router() {
+    let mut rng = Rng(seed());
+    let worker = Worker::start_with(false).await;
+    let router = router(
+        &[&worker],
+        &[
+            "--header-read-timeout-secs",
+            "1",
+            "--body-read-timeout-secs",
+            "1",
+        ],
+    )
+    .await;
+    let good: Vec<Vec<u8>> = vec![
+        post(CHAT, &chat("hello")),
+        b"POST /x HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n".to_vec(),
+        b"GET /liveness HTTP/1.1\r\nHost: r\r\nExpect: 100-continue\r\nConnection: x, close\r\n\r\n".to_vec(),
+    ];
+    let mut clients = tokio::task::JoinSet::new();
+    for n in 0..400 {
+        let mut wire = good[n % good.len()].repeat(1 + n % 3);
+        for _ in 0..1 + rng.below(4) {
+            let at = rng.below(wire.len() as u64) as usize;
+            match rng.below(4) {
+                0 => wire[at] = rng.below(256) as u8,
+                1 => drop(wire.remove(at)),
+                2 => wire.insert(at, b"\r\n \0:;,"[rng.below(7) as usize]),
+                _ => wire.truncate(at.max(1)),
+            }
+        }
+        let address = router.address;
+        clients.spawn(async move {
+            let mut client = Client::open(address).await;
+            client.send(&wire).await;
+            client.half_close().await;
+            client.rest().await;
+        });
+    }
+    while let Some(result) = clients.join_next().await {
+        result.unwrap();
+    }
+    assert!(router.is_running());
+    let mut next = Client::open(router.address).await;
+    assert_eq!(
+        next.post(CHAT, &chat("still there")).await.unwrap().status,
+        200
+    );
+    until_books_are_empty(&router).await;
+}
+
+// ---- limits ----
+
+fn assert_refused(answer: Option<Answer>, status: u16, what: &str) {
+    let answer = answer.unwrap_or_else(|| panic!("{what}: closed without an answer"));
+    assert_eq!(answer.status, status, "{what}: {}", text(&answer.body));
+    assert_openai_shape(&answer, what);
+}
+
+#[tokio::test]
+async fn a_body_over_the_limit_is_413_that_can_be_read_while_the_client_still_sends() {
+    let worker = Worker::start().await;
+    let router = router(&[&worker], &["--max-payload-size", "100000"]).await;
+    let body = |bytes: usize| format!("{{\"prompt\":\"{}\"}}", "p".repeat(bytes - 13)).into_bytes();
+    for path in ["/v1/completions", "/upload"] {
+        let mut client = Client::open(router.address).await;
+        assert_eq!(
+            client.post(path, &body(100_000)).await.unwrap().status,
+            200,
+            "{path}: the limit itself"
+        );
+        let count = worker.count();
+        for bytes in [100_001, 3_000_000] {
+            let mut client = Client::open(router.address).await;
+            client.send(&post(path, &body(bytes))).await;
+            assert_refused(
+                client.answer(false).await,
+                413,
+                &format!("{path}, length {bytes}"),
+            );
+        }
+        assert_eq!(worker.count(), count, "{path}: no worker saw it");
+        let mut client = Client::open(router.address).await;
+        client
+            .send(
+                format!("POST {path} HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n")
+                    .as_bytes(),
+            )
+            .await;
+        for _ in 0..300 {
+            client
+                .send(&[b"2710\r\n".as_slice(), &[b'c'; 10_000], b"\r\n"].concat())
+                .await;
+        }
+        assert_refused(client.answer(false).await, 413, &format!("{path}, chunked"));
+        if path == "/v1/completions" {
+            assert_eq!(worker.count(), count, "{path}: no worker saw it");
+        }
+    }
+    until_books_are_empty(&router).await;
+}
+
+#[tokio::test]
+async fn the_limits_of_heads_are_the_flags() {
+    let worker = Worker::start().await;
+    let router = router(
+        &[&worker],
+        &[
+            "--header-size-max-bytes",
+            "1024",
+            "--header-count-max",
+            "10",
+        ],
+    )
+    .await;
+    let with = |fields: usize, bytes: usize| {
+        let mut head = "GET /x HTTP/1.1\r\nHost: r\r\n".to_string();
+        for n in 1..fields {
+            head.push_str(&format!("X-{n}: 1\r\n"));
+        }
+        while head.len() + 2 < bytes {
+            let at = head.len() - 2;
+            head.insert(at, 'p');
+        }
+        head + "\r\n"
+    };
+    for (what, wire, status) in [
+        ("10 fields", with(10, 0), 200),
+        ("11 fields", with(11, 0), 431),
+        ("1024 bytes", with(3, 1024), 200),
+        ("1025 bytes", with(3, 1025), 431),
+        (
+            "a long target",
+            format!("GET /{} HTTP/1.1\r\nHost: r\r\n\r\n", "t".repeat(1500)),
+            414,
+        ),
+        (
+            "a long target without an end",
+            format!("GET /{}", "t".repeat(1500)),
+            414,
+        ),
+    ] {
+        let mut client = Client::open(router.address).await;
+        client.send(wire.as_bytes()).await;
+        match status {
+            200 => assert_eq!(client.answer(false).await.unwrap().status, 200, "{what}"),
+            _ => assert_refused(client.answer(false).await, status, what),
+        }
+    }
+}
+
+/// A moment that lies between 1 and 4 seconds after `began`: later than the flag says, and not by much on a busy machine.
+fn assert_about_a_second(began: Instant, what: &str) {
+    let took = began.elapsed();
+    assert!(
+        took > Duration::from_millis(900) && took < Duration::from_secs(4),
+        "{what}: after {took:?}"
+    );
+}
+
+#[tokio::test]
+async fn slow_heads_and_bodies_are_408_and_idle_connections_close() {
+    let worker = Worker::start().await;
+    let one = "1";
+    let flags = [
+        "--header-read-timeout-secs",
+        one,
+        "--body-read-timeout-secs",
+        one,
+        "--keepalive-timeout-secs",
+        one,
+    ];
+    let router = router(&[&worker], &flags).await;
+    let starts: [(&str, &[u8]); 5] = [
+        ("half a request line", b"GET /x HT"),
+        ("half a head", b"GET /x HTTP/1.1\r\nHost: r\r\nX-"),
+        (
+            "half a body",
+            b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: 100\r\n\r\n{\"prompt\":",
+        ),
+        (
+            "half a chunk",
+            b"POST /generate HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n9\r\n{\"p",
+        ),
+        (
+            "half an upload",
+            b"POST /upload HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nabc",
+        ),
+    ];
+    let mut tasks = tokio::task::JoinSet::new();
+    for (what, start) in starts {
+        let address = router.address;
+        tasks.spawn(async move {
+            let mut client = Client::open(address).await;
+            let began = Instant::now();
+            client.send(start).await;
+            let answer = client.answer(false).await;
+            assert_about_a_second(began, what);
+            assert_eq!(
+                answer.as_ref().and_then(|a| a.field("connection")),
+                Some("close"),
+                "{what}"
+            );
+            assert_refused(answer, 408, what);
+        });
+    }
+    let address = router.address;
+    tasks.spawn(async move {
+        // A drop of the head now and then does not buy more time.
+        let mut client = Client::open(address).await;
+        let began = Instant::now();
+        client.send(b"GET /x HTTP/1.1\r\n").await;
+        let answer = loop {
+            tokio::select! {
+                answer = client.answer(false) => break answer,
+                () = tokio::time::sleep(Duration::from_millis(200)) => {}
+            }
+            client.send(b"X: 1\r\n").await;
+        };
+        assert_about_a_second(began, "a dripping head");
+        assert_refused(answer, 408, "a dripping head");
+    });
+    for used in [false, true] {
+        tasks.spawn(async move {
+            let mut client = Client::open(address).await;
+            if used {
+                assert_eq!(client.post(CHAT, &chat("x")).await.unwrap().status, 200);
+            }
+            let began = Instant::now();
+            assert_eq!(
+                client.rest().await,
+                (Vec::new(), true),
+                "closed without a word"
+            );
+            assert_about_a_second(began, "an idle connection");
+        });
+    }
+    while let Some(result) = tasks.join_next().await {
+        result.unwrap();
+    }
+    // A body that keeps coming may take longer than the limit between two of its pieces.
+    let mut client = Client::open(router.address).await;
+    let body = chat("slow but steady");
+    let wire = post(CHAT, &body);
+    for part in wire.chunks(wire.len().div_ceil(6)) {
+        client.send(part).await;
+        tokio::time::sleep(Duration::from_millis(300)).await;
+    }
+    assert_eq!(client.answer(false).await.unwrap().status, 200);
+    until_books_are_empty(&router).await;
+}
+
+#[tokio::test]
+async fn a_worker_that_does_not_answer_in_time_is_asked_once_and_the_client_gets_504() {
+    let (a, b) = (Worker::start().await, Worker::start().await);
+    for worker in [&a, &b] {
+        worker.script(|r| {
+            if r.has_text("stall") {
+                Reply::nothing(End::Stall)
+            } else {
+                Reply::events(8, Duration::from_millis(300))
+            }
+        });
+    }
+    let router = router(&[&a, &b], &["--request-timeout-secs", "1"]).await;
+    let mut client = Client::open(router.address).await;
+    let began = Instant::now();
+    let answer = client.post(CHAT, &chat("stall")).await;
+    assert_about_a_second(began, "no answer");
+    assert_refused(answer, 504, "no answer");
+    assert_eq!(a.count() + b.count(), 1, "asked once");
+    assert_eq!(failures(&router, &a.url()) + failures(&router, &b.url()), 1);
+    until("the worker was let go", || {
+        a.in_flight() + b.in_flight() == 0
+    })
+    .await;
+    // No limit cuts a stream that makes progress.
+    let answer = client.post(CHAT, &chat("a stream of 2.4 s")).await.unwrap();
+    assert!(answer.is_whole && answer.body.ends_with(b"data: [DONE]\n\n"));
+    until_books_are_empty(&router).await;
+}
+
+/// A worker that was healthy and now lets no connection through: its listener's queue is full, so the kernel drops SYNs.
+struct Walled {
+    url: String,
+    _listener: std::net::TcpListener,
+    _fillers: Vec<std::net::TcpStream>,
+}
+
+impl Walled {
+    async fn of(worker: Worker) -> Walled {
+        worker.die().await;
+        let socket = tokio::net::TcpSocket::new_v4().unwrap();
+        socket.set_reuseaddr(true).unwrap();
+        socket.bind(worker.address).unwrap();
+        let listener = socket.listen(1).unwrap().into_std().unwrap();
+        let mut fillers = Vec::new();
+        while let Ok(stream) =
+            std::net::TcpStream::connect_timeout(&worker.address, Duration::from_millis(150))
+        {
+            fillers.push(stream);
+            assert!(fillers.len() < 16, "the queue is never full");
+        }
+        Walled {
+            url: worker.url(),
+            _listener: listener,
+            _fillers: fillers,
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_worker_that_cannot_be_connected_to_in_time_is_504() {
+    let worker = Worker::start().await;
+    let router = router(
+        &[&worker],
+        &[
+            "--connect-timeout-ms",
+            "1000",
+            "--health-check-interval-secs",
+            "3600",
+        ],
+    )
+    .await;
+    let walled = Walled::of(worker).await;
+    let mut client = Client::open(router.address).await;
+    let began = Instant::now();
+    let answer = client.post(CHAT, &chat("x")).await;
+    assert_about_a_second(began, "no connection");
+    assert_refused(answer, 504, "no connection");
+    assert_eq!(failures(&router, &walled.url), 1);
+    // The same for a body that is handed on as it comes: it is not the client that was late.
+    let mut client = Client::open(router.address).await;
+    client
+        .send(
+            b"POST /upload HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
+        )
+        .await;
+    assert_refused(
+        client.answer(false).await,
+        504,
+        "no connection for an upload",
+    );
+    assert_eq!(failures(&router, &walled.url), 2);
+    until_books_are_empty(&router).await;
+}
+
+/// Nothing was sent to the first, so nothing speaks against the second (DESIGN section 7: a time-out is a failure).
+#[tokio::test]
+async fn a_worker_that_cannot_be_connected_to_in_time_is_passed_over_for_another() {
+    let (worker, other) = (Worker::start().await, Worker::start().await);
+    let flags = [
+        "--connect-timeout-ms",
+        "500",
+        "--health-check-interval-secs",
+        "3600",
+        "--policy",
+        "round_robin",
+        "--cores",
+        "1",
+    ];
+    let router = router(&[&worker, &other], &flags).await;
+    let walled = Walled::of(worker).await;
+    let mut client = Client::open(router.address).await;
+    for n in 0..2 {
+        let answer = client.post(CHAT, &chat("x")).await.unwrap();
+        assert_eq!(answer.status, 200, "request {n}: {}", text(&answer.body));
+    }
+    assert!(failures(&router, &walled.url) >= 1);
+    until_books_are_empty(&router).await;
+}

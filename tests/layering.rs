@@ -1,0 +1,143 @@
+//! The layering rule of `src/lib.rs`: a module names only what lies below it, and the runtime is named in its seams only.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+/// What each module may name of this crate, besides itself.
+fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
+    BTreeMap::from([
+        ("ring", &[] as &[&str]),
+        ("http", &[]),
+        ("demo", &[]),
+        ("route", &["shared"]),
+        ("upstream", &["ring"]),
+        ("config", &["route", "demo"]),
+        ("doctor", &["config", "ring"]),
+        ("shared", &["config", "ring", "route"]),
+        ("exchange", &["config", "http", "route", "shared"]),
+        ("control", &["config", "route", "shared"]),
+        (
+            "core",
+            &["config", "exchange", "ring", "route", "shared", "upstream"],
+        ),
+        (
+            "start",
+            &[
+                "config", "control", "core", "doctor", "ring", "route", "shared",
+            ],
+        ),
+    ])
+}
+
+fn sources(path: &Path, out: &mut Vec<std::path::PathBuf>) {
+    if path.is_dir() {
+        for entry in fs::read_dir(path).unwrap() {
+            sources(&entry.unwrap().path(), out);
+        }
+    } else if path.extension().is_some_and(|e| e == "rs") {
+        out.push(path.to_path_buf());
+    }
+}
+
+/// The code of a file without comments and unit tests.
+fn code(path: &Path) -> String {
+    let text = fs::read_to_string(path).unwrap();
+    let text = text
+        .split("#[cfg(test)]\nmod tests {")
+        .next()
+        .unwrap_or("")
+        .to_string();
+    text.lines()
+        .map(|l| l.split("//").next().unwrap_or(""))
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+fn files_of(module: &str) -> Vec<std::path::PathBuf> {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    let file = src.join(format!("{module}.rs"));
+    sources(
+        &if file.exists() {
+            file
+        } else {
+            src.join(module)
+        },
+        &mut files,
+    );
+    assert!(!files.is_empty(), "no module {module}");
+    files.retain(|f| {
+        !f.file_stem()
+            .is_some_and(|s| s.to_string_lossy().ends_with("tests"))
+    });
+    files
+}
+
+#[test]
+fn modules_name_only_what_lies_below_them() {
+    let mut wrong = Vec::new();
+    let rules = allowed();
+    for (module, below) in &rules {
+        for file in files_of(module) {
+            let code = code(&file);
+            for other in rules.keys().filter(|m| *m != module && !below.contains(m)) {
+                let names = [
+                    format!("crate::{other}::"),
+                    format!("crate::{other};"),
+                    format!("crate::{{{other}"),
+                ];
+                if names.iter().any(|name| code.contains(name.as_str())) {
+                    wrong.push(format!("{} names {other}", file.display()));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn the_runtime_is_named_in_its_seams_only() {
+    for (name, seams) in [("glommio", &["core"] as &[&str]), ("io_uring::", &["ring"])] {
+        for module in allowed().keys().filter(|m| !seams.contains(m)) {
+            for file in files_of(module) {
+                assert!(
+                    !code(&file).contains(name),
+                    "{} names {name}",
+                    file.display()
+                );
+            }
+        }
+        assert!(
+            files_of(seams[0]).iter().any(|f| code(f).contains(name)),
+            "the seam itself does not name {name}"
+        );
+    }
+}
+
+#[test]
+fn unsafe_code_is_in_the_ring_and_the_shards_only() {
+    for module in allowed().keys().filter(|m| **m != "ring") {
+        for file in files_of(module) {
+            let code = code(&file)
+                .replace("forbid(unsafe_code)", "")
+                .replace("deny(unsafe_code)", "");
+            assert!(!code.contains("unsafe"), "{}", file.display());
+        }
+    }
+}
+
+#[test]
+fn shards_depend_on_nothing_of_ours_and_no_runtime() {
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("shards/Cargo.toml");
+    let manifest = fs::read_to_string(manifest).unwrap();
+    let wanted = ["crossbeam", "loom", "ahash"];
+    let mut in_dependencies = false;
+    for line in manifest.lines() {
+        if line.starts_with('[') {
+            in_dependencies = line.contains("dependencies") && !line.contains("dev-dependencies");
+        } else if in_dependencies && let Some((name, _)) = line.split_once('=') {
+            assert!(wanted.contains(&name.trim()), "shards depends on {name}");
+        }
+    }
+}
