@@ -14,6 +14,7 @@ use shards::HistogramSnapshot;
 
 fn main() -> ExitCode {
     let mut cli = Cli::parse();
+    corelane::ring::raise_descriptor_limit();
     match cli.command.take() {
         None => serve(cli),
         Some(Command::Doctor) => doctor::run(),

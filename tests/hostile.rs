@@ -6,6 +6,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::*;
+use tokio::io::AsyncWriteExt;
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -737,7 +738,7 @@ async fn random_damage_to_requests_never_stops_the_router() {
             let at = rng.below(wire.len() as u64) as usize;
             match rng.below(4) {
                 0 => wire[at] = rng.below(256) as u8,
-                1 => drop(wire.remove(at)),
+                1 if wire.len() > 1 => drop(wire.remove(at)),
                 2 => wire.insert(at, b"\r\n \0:;,"[rng.below(7) as usize]),
                 _ => wire.truncate(at.max(1)),
             }
@@ -860,6 +861,43 @@ async fn the_limits_of_heads_are_the_flags() {
             _ => assert_refused(client.answer(false).await, status, what),
         }
     }
+}
+
+/// The flag is about the router, not about a core: which core gets a connection is chance.
+#[tokio::test]
+async fn the_limit_of_connections_counts_all_cores_together() {
+    const LIMIT: usize = 60;
+    let worker = Worker::start().await;
+    let router = router(&[&worker], &["--max-connections", &LIMIT.to_string()]).await;
+    let mut open = Vec::new();
+    for n in 0..LIMIT {
+        let mut client = Client::open(router.address).await;
+        assert!(
+            client
+                .post(CHAT, &chat("x"))
+                .await
+                .is_some_and(|a| a.status == 200),
+            "connection {n} of {LIMIT}"
+        );
+        open.push(client);
+    }
+    let mut refused = 0;
+    for _ in 0..8 {
+        let mut client = Client::open(router.address).await;
+        client.send(&post(CHAT, &chat("x"))).await;
+        refused += usize::from(client.answer(false).await.is_none());
+    }
+    assert_eq!(refused, 8, "one more than the limit is closed");
+    drop(open.pop());
+    until("its place is free", || {
+        total(&router, |s| s.accepted.value()) - total(&router, |s| s.closed.value()) < LIMIT as u64
+    })
+    .await;
+    let mut client = Client::open(router.address).await;
+    assert_eq!(
+        client.post(CHAT, &chat("x")).await.expect("a place").status,
+        200
+    );
 }
 
 /// A moment that lies between 1 and 4 seconds after `began`: later than the flag says, and not by much on a busy machine.
@@ -1023,7 +1061,7 @@ impl Walled {
 }
 
 #[tokio::test]
-async fn a_worker_that_cannot_be_connected_to_in_time_is_504() {
+async fn a_worker_that_cannot_be_connected_to_in_time_is_the_workers_fault() {
     let worker = Worker::start().await;
     let router = router(
         &[&worker],
@@ -1040,21 +1078,65 @@ async fn a_worker_that_cannot_be_connected_to_in_time_is_504() {
     let began = Instant::now();
     let answer = client.post(CHAT, &chat("x")).await;
     assert_about_a_second(began, "no connection");
-    assert_refused(answer, 504, "no connection");
+    let is_workers = |status: u16| matches!(status, 502 | 504);
+    assert!(
+        answer.as_ref().is_some_and(|a| is_workers(a.status)),
+        "{answer:?}"
+    );
+    assert_openai_shape(&answer.unwrap(), "no connection");
     assert_eq!(failures(&router, &walled.url), 1);
     // The same for a body that is handed on as it comes: it is not the client that was late.
     let mut client = Client::open(router.address).await;
+    let began = Instant::now();
     client
         .send(
             b"POST /upload HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
         )
         .await;
-    assert_refused(
-        client.answer(false).await,
-        504,
-        "no connection for an upload",
+    let answer = client.answer(false).await;
+    assert_about_a_second(began, "no connection for an upload");
+    assert!(
+        answer.as_ref().is_some_and(|a| is_workers(a.status)),
+        "{answer:?}"
     );
     assert_eq!(failures(&router, &walled.url), 2);
+    until_books_are_empty(&router).await;
+}
+
+#[tokio::test]
+async fn an_upload_whose_worker_is_not_connected_yet_is_held_back() {
+    let worker = Worker::start().await;
+    let flags = [
+        "--connect-timeout-ms",
+        "4000",
+        "--health-check-interval-secs",
+        "3600",
+    ];
+    let router = router(&[&worker], &flags).await;
+    let _walled = Walled::of(worker).await;
+    let mut client = Client::open(router.address).await;
+    client
+        .send(b"POST /upload HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n")
+        .await;
+    let chunk = [b"10000\r\n".as_slice(), &[b'u'; 65_536], b"\r\n"].concat();
+    let mut pushed = 0;
+    while pushed < 100 << 20 {
+        match tokio::time::timeout(Duration::from_secs(1), client.stream.write(&chunk)).await {
+            Ok(Ok(n)) => pushed += n,
+            _ => break,
+        }
+    }
+    // What the two sockets hold.
+    assert!(
+        pushed < 24 << 20,
+        "the router took {pushed} bytes for nobody"
+    );
+    assert!(
+        client
+            .answer(false)
+            .await
+            .is_some_and(|a| matches!(a.status, 502 | 504))
+    );
     until_books_are_empty(&router).await;
 }
 

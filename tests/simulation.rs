@@ -342,8 +342,10 @@ fn read_answers(mut bytes: &[u8], asks: &[Asked]) -> (Vec<Message>, Vec<u8>) {
     while !bytes.is_empty() {
         let is_head = asks.get(answers.len()).is_some_and(|ask| ask.is_head);
         let status_at = bytes.get(9..12).unwrap_or(b"");
-        let no_body =
-            is_head || matches!(status_at, b"204" | b"304") || status_at.starts_with(b"1");
+        // A head that never came whole (408) is answered before its method is known.
+        let no_body = (is_head && status_at != b"408")
+            || matches!(status_at, b"204" | b"304")
+            || status_at.starts_with(b"1");
         let Some((message, len)) = read_message(bytes, no_body, true) else {
             break;
         };
@@ -398,6 +400,7 @@ struct Odds {
     gone_from_fleet: u64,
     admin_busy: u64,
     held: u64,
+    sent_at_once: u64,
 }
 
 struct Sim {
@@ -416,6 +419,8 @@ struct Sim {
     closed: Option<Closed>,
     is_reading: bool,
     is_watched: bool,
+    /// The client does not take what it is sent.
+    is_client_full: bool,
     leg: Option<Leg>,
     dial_count: usize,
     /// Workers chosen for the running exchange.
@@ -510,6 +515,9 @@ impl World for Sim {
     fn read_client(&mut self, on: bool) {
         self.is_reading = on;
     }
+    fn is_client_full(&mut self) -> bool {
+        self.is_client_full
+    }
     fn is_client_held(&mut self) -> bool {
         self.chance(self.odds.held)
     }
@@ -600,8 +608,8 @@ impl World for Sim {
             Dial::Connecting
         }
     }
-    fn send_message(&mut self, message: Vec<u8>) {
-        self.returned.remove(&message.as_ptr());
+    fn send_message(&mut self, message: Vec<u8>) -> Option<Vec<u8>> {
+        let at_once = self.chance(self.odds.sent_at_once);
         let leg = self.leg.as_mut().expect("a leg to send on");
         assert!(
             !leg.is_connecting && leg.out.is_empty(),
@@ -609,8 +617,14 @@ impl World for Sim {
         );
         let from = message_start(&message);
         leg.out.extend_from_slice(&message[from..]);
+        if at_once {
+            self.returned.insert(message.as_ptr());
+            return Some(message);
+        }
+        self.returned.remove(&message.as_ptr());
         leg.flight.push_back(message);
         leg.message_is_out = true;
+        None
     }
     fn send_worker(&mut self, bytes: Vec<u8>) {
         let leg = self.leg.as_mut().expect("a leg to send on");
@@ -763,6 +777,7 @@ impl Case {
             closed: None,
             is_reading: true,
             is_watched: false,
+            is_client_full: false,
             leg: None,
             dial_count: 0,
             chosen: Vec::new(),
@@ -820,7 +835,7 @@ impl Case {
                 sim.deadline_ns != u64::MAX,
                 "nothing will ever wake this session"
             );
-            if self.session.is_idle() && !self.client_ended {
+            if self.session.is_idle() && !self.client_ended && !sim.is_client_full {
                 assert!(
                     sim.is_reading,
                     "an idle client is not read: its next request will never come"
@@ -888,6 +903,15 @@ impl Case {
         leg.replied = to;
         self.session.on_worker_bytes(&mut self.sim, piece);
         self.check("worker bytes up to", to);
+    }
+
+    /// The client stops taking its answers, or takes them again.
+    fn client_full(&mut self, is_full: bool) {
+        self.sim.is_client_full = is_full;
+        if !is_full {
+            self.session.on_client_drained(&mut self.sim);
+        }
+        self.check("client full", usize::from(is_full));
     }
 
     fn worker_end(&mut self, failed: bool) {
@@ -1106,6 +1130,7 @@ fn play(
 ) -> (Vec<Message>, Option<Closed>, Vec<Message>, Option<Vec<u8>>) {
     let mut case = bench.case(seed, asks.to_vec());
     case.sim.odds.reused = 50;
+    case.sim.odds.sent_at_once = 50;
     let mut rng = Rng(seed ^ 0x5eed);
     let mut dialed = 0;
     for _ in 0..2_000_000 {
@@ -1169,8 +1194,12 @@ fn play(
         .collect();
     let answers = case.answers();
     // Where the router cuts chunks itself (or puts a probe before one), the cuts may differ, the content may not.
-    let is_raw =
-        !half_close && !replies.iter().any(|r| r.until_close) && !seen.iter().any(streams_chunks);
+    // Nor is a client asked to go on that has done so already.
+    let expects = |asked: &Asked| memchr::memmem::find(&asked.wire, b"Expect:").is_some();
+    let is_raw = !half_close
+        && !asks.iter().any(expects)
+        && !replies.iter().any(|r| r.until_close)
+        && !seen.iter().any(streams_chunks);
     let raw = is_raw.then(|| case.sim.out.clone());
     (answers, case.sim.closed, seen, raw)
 }
@@ -1305,6 +1334,7 @@ fn random_case(bench: &Bench, seed: u64) -> Case {
         gone_from_fleet: rng.below(3) * 5,
         admin_busy: 20,
         held: 10,
+        sent_at_once: 30,
     };
     case
 }
@@ -1353,6 +1383,8 @@ enum Event {
     ClientBytes,
     ClientEnd,
     ClientGone,
+    ClientFull,
+    ClientDrained,
     Connected,
     ConnectFailed,
     Sent,
@@ -1374,11 +1406,16 @@ fn events(case: &mut Case, rng: &mut Rng) -> Vec<Event> {
     {
         add(Event::ClientBytes, 8);
     }
-    if !case.client_ended && case.sim.is_reading && rng.below(30) == 0 {
+    if !case.client_ended && (case.sim.is_reading || rng.below(8) == 0) && rng.below(30) == 0 {
         add(Event::ClientEnd, 4);
     }
     if rng.below(60) == 0 && (!case.client_ended || case.sim.is_watched) {
         add(Event::ClientGone, 2);
+    }
+    match case.sim.is_client_full {
+        true if rng.below(20) == 0 => add(Event::ClientDrained, 3),
+        false if rng.below(60) == 0 && !case.sim.out.is_empty() => add(Event::ClientFull, 3),
+        _ => {}
     }
     let has_request = case.worker_has_request();
     if case.sim.leg.as_ref().is_some_and(|leg| leg.reply.is_none()) {
@@ -1468,6 +1505,8 @@ fn play_random(case: &mut Case) {
             }
             Event::ClientEnd => case.client_end(),
             Event::ClientGone => case.client_gone(),
+            Event::ClientFull => case.client_full(true),
+            Event::ClientDrained => case.client_full(false),
             Event::Connected => case.connected(),
             Event::ConnectFailed | Event::WorkerReset => {
                 case.cut_here(true);
@@ -1549,5 +1588,450 @@ fn no_schedule_of_events_breaks_an_invariant() {
             assert!(answered[status] > 0, "no schedule led to a {status}");
         }
         assert!(retries > 100 && resends > 50 && finished > 100 && aborted > 100 && malformed > 10);
+    }
+}
+
+// ---- single behaviours ----
+
+impl Case {
+    /// All that the client has to say, in one piece.
+    fn client_all(&mut self) {
+        self.client_bytes(usize::MAX / 2);
+    }
+
+    /// Connects the leg if it must, and takes the message off the ring.
+    fn deliver(&mut self) {
+        if self.sim.leg.as_ref().is_some_and(|leg| leg.is_connecting) {
+            self.connected();
+        }
+        self.sent();
+    }
+
+    /// Lets the leg's worker say the first `count` bytes of this.
+    fn worker_says(&mut self, reply: &Reply, count: usize) {
+        let leg = self.sim.leg.as_mut().expect("a leg");
+        leg.reply.get_or_insert_with(|| reply.clone());
+        self.worker_bytes(count);
+    }
+
+    fn secs_to_deadline(&self) -> f64 {
+        (self.sim.deadline_ns - self.sim.now_ns) as f64 / SECOND_NS as f64
+    }
+
+    fn statuses(&self) -> Vec<u16> {
+        self.answers().iter().map(status).collect()
+    }
+
+    fn tick_secs(&mut self, secs: u64) {
+        self.sim.now_ns += secs * SECOND_NS;
+    }
+}
+
+fn chat_asked(tag: usize) -> Asked {
+    asks(tag).swap_remove(0)
+}
+
+const ALL: usize = usize::MAX / 2;
+
+#[test]
+fn a_head_has_its_time_from_its_first_byte_and_drips_do_not_buy_more() {
+    let bench = Bench::new();
+    let mut case = bench.case(1, vec![chat_asked(0)]);
+    let limit = bench.config.header_read_timeout.as_secs();
+    case.client_bytes(1);
+    let due = case.sim.deadline_ns;
+    assert_eq!(due - case.sim.now_ns, limit * SECOND_NS);
+    for _ in 0..10 {
+        case.tick_secs(limit / 12);
+        case.client_bytes(1);
+        assert_eq!(case.sim.deadline_ns, due, "a drip moved the limit");
+    }
+    case.deadline();
+    assert_eq!(
+        (case.statuses(), case.sim.closed),
+        (vec![408], Some(Closed::Finished))
+    );
+}
+
+#[test]
+fn a_body_that_stops_coming_is_answered_408_and_no_worker_hears_of_it() {
+    let bench = Bench::new();
+    let mut case = bench.case(1, vec![chat_asked(0)]);
+    case.client_bytes(case.wire.len() - 20);
+    for _ in 0..5 {
+        case.tick_secs(30);
+        case.client_bytes(1);
+        let limit = bench.config.body_read_timeout.as_secs_f64();
+        assert_eq!(
+            case.secs_to_deadline(),
+            limit,
+            "each piece has its own limit"
+        );
+    }
+    case.deadline();
+    assert_eq!((case.statuses(), case.sim.dial_count), (vec![408], 0));
+    assert_eq!(case.sim.closed, Some(Closed::Finished));
+}
+
+#[test]
+fn an_idle_client_is_let_go_without_a_word_at_its_limit() {
+    let bench = Bench::new();
+    let mut case = bench.case(1, vec![chat_asked(0)]);
+    let limit = bench.config.keepalive_timeout.as_secs_f64();
+    assert_eq!(case.secs_to_deadline(), limit);
+    case.client_all();
+    case.deliver();
+    case.worker_says(&replies("0.1", false)[0], ALL);
+    assert_eq!(
+        case.secs_to_deadline(),
+        limit,
+        "the same after each request"
+    );
+    let before = case.sim.out.clone();
+    case.deadline();
+    assert_eq!(
+        (case.sim.closed, &case.sim.out),
+        (Some(Closed::Finished), &before)
+    );
+}
+
+#[test]
+fn a_worker_that_does_not_answer_the_connect_is_left_for_another_at_once() {
+    let bench = Bench::new();
+    // Read whole; handed on as it comes, and whole by then; and with the rest of it still to come.
+    for (kind, pieces, of) in [(0, 1, 1), (4, 3, 3), (4, 2, 3)] {
+        let mut case = bench.case(1, vec![asks(0).swap_remove(kind)]);
+        for _ in 0..pieces {
+            case.client_bytes(case.wire.len() / of + 1);
+        }
+        for attempt in 1..=usize::from(WORKER_COUNT) {
+            assert_eq!(case.sim.dial_count, attempt, "one worker after the other");
+            let limit = bench.config.connect_timeout.as_secs_f64();
+            assert_eq!(
+                case.secs_to_deadline(),
+                limit,
+                "the time counts from the dial"
+            );
+            assert!(case.statuses().is_empty());
+            case.deadline();
+        }
+        assert_eq!(case.statuses(), vec![502], "all have been tried");
+        assert_eq!(case.sim.failures.len(), usize::from(WORKER_COUNT));
+    }
+}
+
+#[test]
+fn a_half_closed_clients_probe_does_not_shorten_a_later_connect() {
+    let bench = Bench::new();
+    let mut case = bench.case(1, vec![chat_asked(0)]);
+    case.client_all();
+    case.deliver();
+    case.tick_secs(100);
+    case.worker_end(true);
+    assert_eq!(case.sim.dial_count, 2);
+    case.client_end();
+    case.deadline();
+    assert_eq!(
+        case.sim.dial_count, 2,
+        "the second worker has hardly been asked"
+    );
+    assert!(case.secs_to_deadline() > 5.0);
+    case.deliver();
+    case.worker_says(&replies("0.2", false)[0], ALL);
+    assert_eq!(case.statuses(), vec![200]);
+}
+
+#[test]
+fn a_worker_that_takes_a_request_and_stays_silent_is_504_and_nobody_else_gets_it() {
+    let bench = Bench::new();
+    let mut case = bench.case(1, vec![chat_asked(0)]);
+    case.client_all();
+    case.deliver();
+    assert_eq!(
+        case.secs_to_deadline(),
+        bench.config.request_timeout.as_secs_f64()
+    );
+    case.worker_says(&replies("0.1", false)[0], 10);
+    case.deadline();
+    assert_eq!((case.statuses(), case.sim.dial_count), (vec![504], 1));
+    assert_eq!(case.sim.failures.len(), 1);
+    assert!(
+        case.is_open(),
+        "the request was read whole: the client may go on"
+    );
+}
+
+#[test]
+fn an_answer_that_stops_is_ended_so_that_the_client_can_tell() {
+    let bench = Bench::new();
+    for (ask, kind) in [(0, 0), (0, 1), (0, 2), (10, 0), (10, 1), (10, 2)] {
+        for how in 0..3 {
+            let ask = asks(0).swap_remove(ask);
+            let mut case = bench.case(1, vec![ask]);
+            case.client_all();
+            case.deliver();
+            let reply = &replies("0.1", false)[kind];
+            case.worker_says(reply, reply.wire.len() - 20);
+            match how {
+                0 => {
+                    case.tick_secs(60);
+                    case.worker_says(reply, 1);
+                    let limit = bench.config.request_timeout.as_secs_f64();
+                    assert_eq!(
+                        case.secs_to_deadline(),
+                        limit,
+                        "progress buys the whole time"
+                    );
+                    case.deadline();
+                }
+                1 => case.worker_end(true),
+                // The proper end of an answer without length, and of no other.
+                _ if reply.until_close => continue,
+                _ => case.worker_end(false),
+            }
+            assert_eq!(
+                case.sim.dial_count, 1,
+                "E2: nobody else after the first byte"
+            );
+            let answers = case.answers();
+            assert!(
+                !answers[0].is_whole,
+                "answer {kind}, cut {how}, looks whole: {:?}",
+                case.sim.closed
+            );
+        }
+    }
+}
+
+#[test]
+fn a_pooled_connection_that_dies_unheard_is_replaced_once_and_is_nobodys_failure() {
+    let bench = Bench::new();
+    let mut case = bench.case(1, vec![chat_asked(0)]);
+    case.sim.odds.reused = 100;
+    case.client_all();
+    let first = case.sim.chosen.clone();
+    // Its end is noticed before the request has left.
+    case.worker_end(false);
+    case.sent();
+    assert_eq!((case.sim.dial_count, case.sim.resends), (2, 1));
+    assert_eq!(
+        (&case.sim.chosen, case.sim.failures.len()),
+        (&first, 0),
+        "the same worker"
+    );
+    assert!(
+        case.sim.leg.as_ref().is_some_and(|leg| leg.is_connecting),
+        "a fresh one"
+    );
+    case.deliver();
+    case.worker_end(false);
+    assert_eq!(
+        (case.sim.resends, case.sim.retries),
+        (1, 1),
+        "the second time it is a failure"
+    );
+    assert_eq!(case.sim.failures, first);
+}
+
+#[test]
+fn a_worker_that_began_to_answer_on_a_pooled_connection_is_not_asked_again() {
+    let bench = Bench::new();
+    let mut case = bench.case(1, vec![chat_asked(0)]);
+    case.sim.odds.reused = 100;
+    case.client_all();
+    case.sent();
+    case.worker_says(&replies("0.1", false)[0], 3);
+    case.worker_end(true);
+    assert_eq!(
+        (case.sim.resends, case.sim.retries, case.sim.failures.len()),
+        (0, 1, 1)
+    );
+}
+
+#[test]
+fn retries_end_at_their_number_and_a_second_plain_500_goes_to_the_client() {
+    let mut bench = Bench::new();
+    let busy = |case: &mut Case, kind: usize| {
+        case.deliver();
+        let tag = format!("0.{}", case.sim.dial_count);
+        let reply = replies(&tag, false)[kind].clone();
+        case.worker_says(&reply, ALL);
+    };
+    let mut case = bench.case(1, vec![chat_asked(0)]);
+    case.client_all();
+    busy(&mut case, 11);
+    assert_eq!(case.sim.dial_count, 2, "one 500 may be the worker's");
+    busy(&mut case, 11);
+    assert_eq!((case.statuses(), case.sim.dial_count), (vec![500], 2));
+
+    drop(case);
+    let config = Rc::get_mut(&mut bench.config).expect("nobody else holds it");
+    config.retry.retries_max = 2;
+    let mut case = bench.case(1, vec![chat_asked(0)]);
+    case.client_all();
+    for _ in 0..3 {
+        busy(&mut case, 10);
+    }
+    assert_eq!((case.statuses(), case.sim.dial_count), (vec![503], 3));
+    assert_eq!(
+        case.answers()[0].head.lines().nth(1),
+        Some("X-Tag: 0.3"),
+        "the last worker's words"
+    );
+}
+
+#[test]
+fn what_is_pipelined_behind_a_running_request_is_bounded_and_read_again_after_it() {
+    let bench = Bench::new();
+    for connect_late in [false, true] {
+        let list: Vec<Asked> = (0..1500).map(chat_asked).collect();
+        let mut case = bench.case(1, list);
+        case.sim.odds.reused = if connect_late { 0 } else { 100 };
+        let mut taken = 0;
+        while case.sim.is_reading {
+            case.client_bytes(4096);
+            taken += 4096;
+            assert!(taken < 80 * 1024, "more than 64 KiB and a piece are taken");
+        }
+        if connect_late {
+            case.connected();
+        }
+        assert!(!case.sim.is_reading, "connecting is no reason to read on");
+        case.sent();
+        let mut answered = 0;
+        while !case.sim.is_reading {
+            let reply = replies(&format!("{answered}.1"), false)[0].clone();
+            case.worker_says(&reply, ALL);
+            answered += 1;
+            assert!(answered < 400, "the client is never read again");
+            case.deliver();
+        }
+    }
+}
+
+#[test]
+fn a_silent_half_closed_client_is_asked_once_and_in_http_1_0_never() {
+    let bench = Bench::new();
+    for (ask, probes) in [(0, 1), (10, 0)] {
+        let ask = asks(0).swap_remove(ask);
+        let mut case = bench.case(1, vec![ask]);
+        case.client_all();
+        case.deliver();
+        case.client_end();
+        assert!(
+            case.sim.is_watched && case.secs_to_deadline() < 1.0,
+            "a reset would be seen"
+        );
+        case.deadline();
+        let interims = memchr::memmem::find_iter(&case.sim.out, b"100 Continue").count();
+        assert_eq!(interims, probes);
+        assert!(
+            case.secs_to_deadline() > 1000.0,
+            "then it may wait as long as any other"
+        );
+        let reply = &replies("0.1", false)[1];
+        case.worker_says(reply, reply.head_bytes);
+        case.worker_says(reply, ALL);
+        assert_eq!(
+            (case.statuses(), case.answers()[0].is_whole),
+            (vec![200], true)
+        );
+        let again = memchr::memmem::find(&case.sim.out, b"\r\n\r\n09;");
+        assert!(again.is_none(), "a zero before the first chunk asks again");
+        assert_eq!(case.sim.closed, Some(Closed::Finished));
+    }
+}
+
+#[test]
+fn a_drain_ends_idle_clients_now_and_busy_ones_after_their_answer() {
+    let bench = Bench::new();
+    let mut idle = bench.case(1, vec![chat_asked(0)]);
+    idle.drain();
+    assert_eq!(
+        (idle.sim.closed, idle.sim.out.len()),
+        (Some(Closed::Finished), 0)
+    );
+
+    let mut busy = bench.case(1, vec![chat_asked(0), chat_asked(1)]);
+    busy.client_all();
+    busy.deliver();
+    busy.drain();
+    assert!(busy.is_open(), "a running request is finished");
+    busy.worker_says(&replies("0.1", false)[0], ALL);
+    let answers = busy.answers();
+    assert_eq!(
+        (answers.len(), field(&answers[0].head, "connection")),
+        (1, vec!["close"])
+    );
+    assert_eq!(busy.sim.closed, Some(Closed::Finished));
+}
+
+#[test]
+fn a_late_answer_of_the_control_plane_is_not_the_next_requests() {
+    let bench = Bench::new();
+    let list = vec![asks_for_us(0).swap_remove(0), asks_for_us(1).swap_remove(0)];
+    let first = list[0].wire.len();
+    let mut case = bench.case(1, list);
+    case.client_bytes(first);
+    case.deadline();
+    assert_eq!(case.statuses(), vec![504]);
+    if case.is_open() {
+        case.client_all();
+    }
+    case.admin_reply();
+    let late = case.answers().into_iter().nth(1);
+    assert!(
+        late.is_none_or(|answer| field(&answer.head, "x-tag") == ["1.admin"]),
+        "another request's answer"
+    );
+}
+
+#[test]
+fn a_leaving_client_gives_its_count_back_and_ends_its_leg_at_every_stage() {
+    let bench = Bench::new();
+    for ask in [0, 4, 6] {
+        for stage in 0..6 {
+            let mut case = bench.case(1, vec![asks(0).swap_remove(ask)]);
+            case.client_bytes(case.wire.len() - usize::from(stage == 0) * 10);
+            if stage >= 2 {
+                case.connected();
+            }
+            if stage >= 3 {
+                case.sent();
+            }
+            if stage >= 4 {
+                case.worker_says(&replies("0.1", false)[0], if stage == 4 { 10 } else { 100 });
+            }
+            // The checks after the event say that nothing is held.
+            case.client_gone();
+            assert!(!case.is_open());
+        }
+    }
+}
+
+#[test]
+fn a_client_that_does_not_take_its_answers_gets_no_further_ones_until_it_does() {
+    let bench = Bench::new();
+    for half_close in [false, true] {
+        let list = vec![asks_for_us(0).swap_remove(1), chat_asked(1)];
+        let first = list[0].wire.len();
+        let mut case = bench.case(1, list);
+        case.client_bytes(first);
+        assert_eq!(case.statuses(), vec![400]);
+        case.client_full(true);
+        // On its way already when reading stops.
+        case.client_all();
+        assert_eq!(
+            (case.sim.dial_count, case.sim.is_reading),
+            (0, false),
+            "it must take what it has first"
+        );
+        if half_close {
+            case.client_end();
+        }
+        assert!(case.is_open());
+        case.client_full(false);
+        assert_eq!(case.sim.dial_count, 1, "and then it is served");
+        assert!(half_close || case.sim.is_reading);
     }
 }

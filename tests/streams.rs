@@ -21,8 +21,8 @@ const CHAT: &str = "/v1/chat/completions";
 const SPARE_DESCRIPTORS: u64 = 1000;
 const STREAMS_MAX: u64 = 9_500;
 /// Tokens of a stream, and the time between two: long enough for all to be open at once on a busy machine.
-const TOKENS: usize = 10;
-const GAP_MS: &str = "2500";
+const TOKENS: usize = 8;
+const GAP_MS: &str = "2000";
 const ROUTER_BYTES_MAX: u64 = 60 << 20;
 
 /// A process that ends, by its id, with the test.
@@ -79,12 +79,17 @@ fn mock_workers(count: usize) -> (Process, Vec<String>) {
 
 /// A router before them; where it listens.
 fn router_process(urls: &[String]) -> (Process, SocketAddr) {
-    let mut args = vec!["--port", "0", "--prometheus-port", "0", "--worker-urls"];
-    args.extend(urls.iter().map(String::as_str));
-    let mut child = corelane(&args)
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the router starts");
+    // It begins with a low soft limit, as many systems give it, and raises that by itself. The shell becomes the router.
+    let become_router = "ulimit -S -n 1024 && exec \"$0\" \"$@\"";
+    let mut command = Command::new("sh");
+    command.args(["-c", become_router, env!("CARGO_BIN_EXE_corelane")]);
+    command.args(["--port", "0", "--prometheus-port", "0", "--max-connections"]);
+    // Well above the streams: descriptors are what this is about.
+    command
+        .args(["12000", "--worker-urls"])
+        .args(urls)
+        .stderr(Stdio::piped());
+    let mut child = command.spawn().expect("the router starts");
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
     let process = Process(child);
     let address = lines

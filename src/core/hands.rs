@@ -8,7 +8,7 @@ use super::Core;
 use super::table::{Up, Use, Wire};
 use crate::config::Config;
 use crate::exchange::{Ask, Dial, NoSeat, Record, Seat, World, message_start};
-use crate::ring::{Lease, Outgoing, Token};
+use crate::ring::{Lease, Token};
 use crate::route::{self, Candidates, PolicyKind, TreePrefixes};
 use crate::shared::{AdminRequest, Fleet, Outcome, Route};
 
@@ -34,17 +34,6 @@ impl Hands<'_, '_> {
 
     fn leg(&mut self) -> Option<Token> {
         self.core.downs.find(self.client)?.leg
-    }
-
-    fn queue_for_client(&mut self, bytes: Outgoing) {
-        let client = self.client;
-        self.core.queue(client, bytes);
-    }
-
-    fn queue_for_worker(&mut self, bytes: Outgoing) {
-        if let Some(leg) = self.leg() {
-            self.core.queue(leg, bytes);
-        }
     }
 
     /// Takes a seat: the choice and its count in one step. When the seat was taken meanwhile, the choice is made anew.
@@ -163,11 +152,13 @@ impl World for Hands<'_, '_> {
     }
 
     fn send(&mut self, bytes: Vec<u8>) {
-        self.queue_for_client(Outgoing::Heap(bytes, 0));
+        let client = self.client;
+        self.core.send_bytes(client, bytes);
     }
 
     fn send_piece(&mut self, piece: Lease, from: usize, to: usize) {
-        self.queue_for_client(Outgoing::Leased(piece, from as u32, to as u32));
+        let client = self.client;
+        self.core.send_piece(client, &piece.as_ref()[from..to]);
     }
 
     fn finish(&mut self) {
@@ -199,6 +190,11 @@ impl World for Hands<'_, '_> {
             wire.is_held_by_session = !on;
         }
         self.core.match_receive(client);
+    }
+
+    fn is_client_full(&mut self) -> bool {
+        let limit = self.core.shared.config.relay_buffer_bytes;
+        self.wire().is_some_and(|wire| wire.queued_bytes > limit)
     }
 
     fn is_client_held(&mut self) -> bool {
@@ -289,10 +285,11 @@ impl World for Hands<'_, '_> {
         };
         let token = core.ups.insert(up);
         match core.ring.connect(token, &address) {
-            Ok(fd) => {
+            Ok((fd, connect_op)) => {
                 if let Some(up) = core.ups.find(token) {
                     up.wire.fd = Some(fd);
                     up.wire.is_connecting = true;
+                    up.wire.connect_op = connect_op;
                 }
                 if let Some(down) = core.downs.find(self.client) {
                     down.leg = Some(token);
@@ -308,22 +305,24 @@ impl World for Hands<'_, '_> {
         }
     }
 
-    fn send_message(&mut self, message: Vec<u8>) {
+    fn send_message(&mut self, message: Vec<u8>) -> Option<Vec<u8>> {
+        let leg = self.leg()?;
         let from = message_start(&message);
-        if let Some(leg) = self.leg()
-            && let Some(up) = self.core.ups.find(leg)
-        {
-            up.wire.message_bytes = message.len() - from;
-        }
-        self.queue_for_worker(Outgoing::Heap(message, from));
+        let up = self.core.ups.find(leg)?;
+        up.wire.message_bytes = message.len() - from;
+        self.core.send_request(leg, message, from)
     }
 
     fn send_worker(&mut self, bytes: Vec<u8>) {
-        self.queue_for_worker(Outgoing::Heap(bytes, 0));
+        if let Some(leg) = self.leg() {
+            self.core.send_bytes(leg, bytes);
+        }
     }
 
     fn send_worker_piece(&mut self, piece: Lease, from: usize, to: usize) {
-        self.queue_for_worker(Outgoing::Leased(piece, from as u32, to as u32));
+        if let Some(leg) = self.leg() {
+            self.core.send_piece(leg, &piece.as_ref()[from..to]);
+        }
     }
 
     fn break_leg(&mut self) {

@@ -25,13 +25,13 @@ use std::time::{Duration, Instant};
 use shards::{Lesson, Pin, PrefixHash, Reader, Receiver, Sender, Shard, Slot};
 
 use crate::exchange::Session;
-use crate::ring::{Abilities, Event, Outgoing, Received, Ring, RingLimits, Token};
+use crate::ring::{Abilities, Event, Received, Ring, RingLimits, Token, send_now};
 use crate::route::{self, Batches, Decision, KeySeed};
 use crate::shared::{CoreShared, CoreStats, Shared, ToCore};
 use crate::upstream::Idles;
 use hands::{Hands, Turn, sleep_until};
 use shelf::Shelf;
-use table::{Down, Table, Up, Use, Wire, is_upstream};
+use table::{Down, Outgoing, Table, Up, Use, Wire, is_upstream};
 use wheel::Wheel;
 
 /// How long what a client still sends is read and dropped after our last byte, so that it gets that byte.
@@ -120,7 +120,6 @@ pub struct Core {
     is_stopping: bool,
     /// Connections to be armed again at the end of the turn, when buffers have come back.
     starved: Vec<Token>,
-    connections_max: usize,
     complained_ns: u64,
     purging: Vec<Slot>,
 }
@@ -134,9 +133,6 @@ impl Core {
             multishot_receive: config.multishot_receive && seed.abilities.multishot_receive,
             defer_taskrun: config.deferred_task_run,
         };
-        let connections_max = config
-            .connection_count_max
-            .div_ceil(seed.shared.cores.len());
         let ring = Ring::new(limits, &seed.shared.cores[seed.index].wake)?;
         let core = Core {
             index: seed.index,
@@ -164,7 +160,6 @@ impl Core {
             is_draining: false,
             is_stopping: false,
             starved: Vec::new(),
-            connections_max,
             complained_ns: 0,
             purging: Vec::new(),
             shared: seed.shared,
@@ -260,7 +255,13 @@ impl Core {
                     self.shard.apply(Lesson::Purge { worker: slot });
                     self.purging.push(slot);
                 }
-                ToCore::Flush => self.shard.clear(),
+                ToCore::Flush => {
+                    // Lessons on their way are from before the flush.
+                    for receiver in &mut self.receivers {
+                        while receiver.try_recv().is_some() {}
+                    }
+                    self.shard.clear();
+                }
                 ToCore::Drain => self.drain(turn),
                 ToCore::Stop => self.stop(),
             }
@@ -342,10 +343,14 @@ impl Core {
                 token,
                 result,
                 bytes,
-            } => self.sent(turn, token, result, bytes),
+                from,
+                ..
+            } => {
+                self.sent(turn, token, result, Outgoing { bytes, from });
+            }
             Event::Accepted(fd) => self.accepted(turn, fd),
             Event::AcceptEnded(errno) => self.accept_ended(turn, errno),
-            Event::Connected { token, result } => self.connected(turn, token, result),
+            Event::Connected { token, result, .. } => self.connected(turn, token, result),
             Event::Watched {
                 token,
                 armed,
@@ -452,38 +457,26 @@ impl Core {
         turn: Turn<'_>,
         token: Token,
         result: Result<usize, i32>,
-        mut bytes: Outgoing,
+        mut sent: Outgoing,
     ) {
         let Some(wire) = self.wire(token) else { return };
         wire.is_sending = false;
-        let len = bytes.bytes().len();
-        let done = match result {
-            Ok(n) => {
-                bytes.advance(n);
-                wire.account_sent(n);
-                n == len
-            }
-            Err(libc::EAGAIN | libc::EINTR) => false,
-            Err(_) => {
-                self.send_failed(turn, token, bytes);
-                return;
-            }
-        };
         if wire.is_dead {
             return self.free_if_done(token);
         }
-        if !done {
-            // What the socket did not take waits in memory of its own: shared buffers are for receiving.
-            let rest = match bytes {
-                Outgoing::Leased(..) => Outgoing::Heap(bytes.bytes().to_vec(), 0),
-                heap => heap,
-            };
-            wire.queue.push_front(rest);
-        } else if let Outgoing::Heap(buffer, _) = bytes {
-            self.give_back(turn, token, buffer);
+        let Ok(n) = result else {
+            return self.send_failed(turn, token, sent.bytes);
+        };
+        wire.account_sent(n);
+        wire.taken_ns = turn.now_ns;
+        sent.from += n;
+        if sent.from < sent.bytes.len() {
+            wire.queue.push_front(sent);
+        } else {
+            self.give_back(turn, token, sent.bytes);
         }
         self.send_next(token);
-        self.drained(token);
+        self.drained(turn, token);
     }
 
     /// A buffer has been sent: a request's goes back to its session, others to the shelf.
@@ -498,26 +491,20 @@ impl Core {
         self.shelf.put(buffer);
     }
 
-    fn send_failed(&mut self, turn: Turn<'_>, token: Token, bytes: Outgoing) {
+    fn send_failed(&mut self, turn: Turn<'_>, token: Token, bytes: Vec<u8>) {
         let Some(wire) = self.wire(token) else { return };
         wire.queue.clear();
         wire.queued_bytes = 0;
-        if wire.is_dead {
-            return self.free_if_done(token);
-        }
         if is_upstream(token) {
             // The receive side tells the session: an answer sent before the worker closed may still lie there.
-            if let Outgoing::Heap(buffer, _) = bytes {
-                self.give_back(turn, token, buffer);
-            }
+            self.give_back(turn, token, bytes);
             let is_receiving = self.ups.find(token).is_some_and(|up| up.wire.is_receiving);
             if !is_receiving {
                 self.ended(turn, token, true);
             }
             return;
         }
-        let is_closing = self.downs.find(token).is_some_and(|down| down.is_finishing);
-        if is_closing {
+        if self.downs.find(token).is_some_and(|down| down.is_finishing) {
             return self.kill(token);
         }
         self.with_session(turn, token, |session, hands| session.on_client_gone(hands));
@@ -560,7 +547,7 @@ impl Core {
 
     fn accepted(&mut self, turn: Turn<'_>, fd: OwnedFd) {
         self.stats().accepted.add(1);
-        if self.downs.len() >= self.connections_max || self.is_stopping {
+        if self.is_full() || self.is_stopping {
             self.stats().closed.add(1);
             self.complain(
                 "too many connections",
@@ -585,6 +572,18 @@ impl Core {
         self.with_session(turn, client, |session, hands| session.begin(hands));
     }
 
+    /// Whether the router has more connections than it may have, all cores together (this one is counted already).
+    fn is_full(&self) -> bool {
+        let open = |core: &CoreShared| {
+            core.stats
+                .accepted
+                .value()
+                .saturating_sub(core.stats.closed.value())
+        };
+        self.shared.cores.iter().map(open).sum::<u64>()
+            > self.shared.config.connection_count_max as u64
+    }
+
     fn accept_ended(&mut self, turn: Turn<'_>, errno: i32) {
         self.is_accepting = false;
         if self.is_draining || self.is_stopping {
@@ -593,7 +592,6 @@ impl Core {
                 && listener.set_nonblocking(true).is_ok()
             {
                 while let Ok((stream, _)) = listener.accept() {
-                    let _ = stream.set_nodelay(true);
                     self.accepted(turn, stream.into());
                 }
             }
@@ -609,6 +607,7 @@ impl Core {
     // ---- timers ----
 
     fn handle_timers(&mut self, turn: Turn<'_>) {
+        let stall_ns = self.shared.config.body_read_timeout.as_nanos() as u64;
         let mut due = Vec::new();
         self.wheel.advance(turn.now_ns, &mut due);
         for token in due {
@@ -624,6 +623,7 @@ impl Core {
                 self.set_deadline(token, deadline_ns);
                 continue;
             }
+            let stuck_ns = down.wire.taken_ns + stall_ns;
             let is_idle = down
                 .session
                 .as_ref()
@@ -636,9 +636,9 @@ impl Core {
                     crate::ring::reset_on_close(fd);
                 }
                 self.kill(token);
-            } else if is_idle && down.wire.is_sending {
-                // The last answer is still leaving: the time between requests has not begun.
-                self.set_deadline(token, turn.now_ns + LINGER_NS);
+            } else if is_idle && down.wire.is_sending && turn.now_ns < stuck_ns {
+                // The last answer is still leaving, and not stuck: the time between requests has not begun.
+                self.set_deadline(token, stuck_ns);
             } else {
                 self.with_session(turn, token, |session, hands| session.on_deadline(hands));
             }
@@ -689,29 +689,76 @@ impl Core {
         }
     }
 
-    /// Queues bytes for a peer and, if it takes too few, stops reading from the other side.
-    fn queue(&mut self, token: Token, bytes: Outgoing) {
+    /// Offers bytes to a socket with nothing before them in line: how many it took. What a socket takes at once costs one
+    /// system call and no second turn of the loop, and a received piece goes out from where it lies.
+    fn offer(&mut self, token: Token, bytes: &[u8]) -> usize {
+        let Some(wire) = self.wire(token) else {
+            return 0;
+        };
+        if wire.is_sending || wire.is_dead || !wire.queue.is_empty() {
+            return 0;
+        }
+        let Some(fd) = &wire.fd else { return 0 };
+        // An error comes again from the send that follows, and is handled there.
+        let taken = send_now(fd, bytes).unwrap_or(0);
+        wire.message_bytes = wire.message_bytes.saturating_sub(taken);
+        taken
+    }
+
+    /// Sends a part of a received piece. What the socket does not take is copied: shared buffers are for receiving.
+    fn send_piece(&mut self, token: Token, piece: &[u8]) {
+        let taken = self.offer(token, piece);
+        if taken < piece.len() {
+            self.queue(
+                token,
+                Outgoing {
+                    bytes: piece[taken..].to_vec(),
+                    from: 0,
+                },
+            );
+        } else if self.downs.find(token).is_some_and(|down| down.is_finishing) {
+            self.put_off_cut(token);
+        }
+    }
+
+    /// Sends bytes of our own.
+    fn send_bytes(&mut self, token: Token, bytes: Vec<u8>) {
+        let taken = self.offer(token, &bytes);
+        if taken < bytes.len() {
+            self.queue(token, Outgoing { bytes, from: taken });
+        } else {
+            self.shelf.put(bytes);
+        }
+    }
+
+    /// Sends a request; gives the buffer back if it has left already.
+    fn send_request(&mut self, token: Token, bytes: Vec<u8>, from: usize) -> Option<Vec<u8>> {
+        let from = from + self.offer(token, &bytes[from..]);
+        if from == bytes.len() {
+            return Some(bytes);
+        }
+        self.queue(token, Outgoing { bytes, from });
+        None
+    }
+
+    /// Queues bytes for a peer and, if too many wait, stops reading from the other side.
+    fn queue(&mut self, token: Token, outgoing: Outgoing) {
         let limit = self.shared.config.relay_buffer_bytes;
+        let now_ns = self.clock_ns();
         let Some(wire) = self.wire(token) else { return };
-        if wire.is_dead || bytes.bytes().is_empty() {
+        if wire.is_dead {
             return;
+        }
+        if !wire.is_sending && wire.queue.is_empty() {
+            wire.taken_ns = now_ns;
         }
         let is_message = wire.message_bytes > 0 && !wire.is_sending && wire.queue.is_empty();
         if !is_message {
-            wire.queued_bytes += bytes.bytes().len();
+            wire.queued_bytes += outgoing.bytes.len() - outgoing.from;
         }
         let is_over = wire.queued_bytes > limit;
-        if wire.is_sending || !wire.queue.is_empty() {
-            // Behind a send that waits: shared buffers must not wait with it.
-            let bytes = match bytes {
-                Outgoing::Leased(..) => Outgoing::Heap(bytes.bytes().to_vec(), 0),
-                heap => heap,
-            };
-            wire.queue.push_back(bytes);
-        } else {
-            wire.queue.push_back(bytes);
-            self.send_next(token);
-        }
+        wire.queue.push_back(outgoing);
+        self.send_next(token);
         if is_over && let Some(source) = self.source(token) {
             self.hold_by_queue(source, true);
         }
@@ -740,14 +787,14 @@ impl Core {
         if wire.is_sending {
             return;
         }
-        if let (Some(fd), Some(bytes)) = (&wire.fd, wire.queue.pop_front()) {
-            ring.send(token, fd, bytes);
+        if let (Some(fd), Some(next)) = (&wire.fd, wire.queue.pop_front()) {
+            wire.send_op = ring.send(token, fd, next.bytes, next.from);
             wire.is_sending = true;
         }
     }
 
     /// After bytes have left: the other side is read again, or a finished connection closes.
-    fn drained(&mut self, token: Token) {
+    fn drained(&mut self, turn: Turn<'_>, token: Token) {
         let limit = self.shared.config.relay_buffer_bytes / 2;
         let Some(wire) = self.wire(token) else { return };
         if wire.queued_bytes <= limit
@@ -755,8 +802,17 @@ impl Core {
         {
             self.hold_by_queue(source, false);
         }
-        if !is_upstream(token) {
-            self.finish_if_flushed(token);
+        if is_upstream(token) {
+            return;
+        }
+        self.finish_if_flushed(token);
+        let Some(down) = self.downs.find(token) else {
+            return;
+        };
+        if down.wire.queued_bytes <= limit && !down.is_finishing && down.wire.is_held_by_session {
+            self.with_session(turn, token, |session, hands| {
+                session.on_client_drained(hands)
+            });
         }
     }
 
@@ -852,10 +908,18 @@ impl Core {
         }
         wire.is_dead = true;
         wire.queue.clear();
-        if wire.is_busy()
-            && let Some(fd) = &wire.fd
-        {
-            ring.cancel_all(fd);
+        // By number, each found at once: by descriptor the kernel would look through all operations of the ring.
+        if wire.is_receiving && !wire.is_stopping {
+            ring.stop_receiving(token);
+        }
+        if wire.is_sending {
+            ring.cancel_send(wire.send_op);
+        }
+        if wire.is_connecting {
+            ring.cancel_connect(wire.connect_op);
+        }
+        if wire.is_watched {
+            ring.cancel_watch(token);
         }
         self.free_if_done(token);
     }

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use shards::Slot;
 
 use crate::exchange::Session;
-use crate::ring::{Outgoing, Token};
+use crate::ring::Token;
 
 /// Marks a token as a worker's connection; the rest of the index is its place.
 const UPSTREAM: u32 = 1 << 31;
@@ -14,6 +14,12 @@ const UPSTREAM: u32 = 1 << 31;
 /// Whether a token names a connection to a worker.
 pub fn is_upstream(token: Token) -> bool {
     token.index & UPSTREAM != 0
+}
+
+/// Bytes that wait to be sent, from an offset on.
+pub struct Outgoing {
+    pub bytes: Vec<u8>,
+    pub from: usize,
 }
 
 /// What both kinds of connection have: a descriptor, a queue of bytes to send, and operations in flight.
@@ -24,9 +30,13 @@ pub struct Wire {
     pub queue: VecDeque<Outgoing>,
     /// Bytes in the queue, and in the send in flight where it is known.
     pub queued_bytes: usize,
+    /// When bytes last left, or began to wait, ns.
+    pub taken_ns: u64,
     /// Bytes of a request in front of them, which nothing has to wait for: it was read whole already.
     pub message_bytes: usize,
+    /// A send is with the kernel, under this number.
     pub is_sending: bool,
+    pub send_op: u32,
     /// A receive is with the kernel.
     pub is_receiving: bool,
     /// Its stop has been asked for.
@@ -41,6 +51,7 @@ pub struct Wire {
     pub is_held_by_queue: bool,
     /// A connect is with the kernel.
     pub is_connecting: bool,
+    pub connect_op: u32,
     /// No more is done with it; it is freed when the last operation has come back.
     pub is_dead: bool,
 }

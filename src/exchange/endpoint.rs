@@ -35,8 +35,7 @@ pub fn endpoint(method: &Method, target: &[u8]) -> Endpoint {
         b"/pooling" => Route::Pooling,
         b"/score" | b"/v1/score" => Route::Score,
         _ => {
-            let is_admin =
-                std::str::from_utf8(path).is_ok_and(|path| super::paths::is_admin_path(path));
+            let is_admin = std::str::from_utf8(path).is_ok_and(super::paths::is_admin_path);
             return if is_admin {
                 Endpoint::Admin
             } else {

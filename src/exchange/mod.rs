@@ -101,7 +101,6 @@ struct Exchange {
     leg: Leg,
     /// When the current leg was begun, ns.
     dialed_ns: u64,
-    resent: bool,
     /// Any byte of the current leg's answer was seen.
     answer_begun: bool,
     /// Start of an answer's head that has not come whole.
@@ -172,6 +171,7 @@ impl Session {
                     .as_ref()
                     .is_some_and(|x| !x.incoming.is_done()) => {}
             Some(_) => self.keep(world, piece.as_ref()),
+            None if self.must_wait(world) => self.keep(world, piece.as_ref()),
             None if self.inbox.is_empty() => {
                 let used = self.consume(world, piece.as_ref());
                 self.keep(world, &piece.as_ref()[used..]);
@@ -195,6 +195,9 @@ impl Session {
     /// The client has ended its direction: it may still read (a half-close), or be gone; a reset would tell.
     pub fn on_client_end<W: World>(&mut self, world: &mut W) {
         self.half_closed = true;
+        if !self.inbox.is_empty() && self.must_wait(world) {
+            return; // Whole requests may wait there for the client to take its answers.
+        }
         let Some(exchange) = self.exchange.as_mut() else {
             // A request that never came whole is nobody's loss.
             self.finished = true;
@@ -216,6 +219,13 @@ impl Session {
         }
     }
 
+    /// The client has taken enough of what waited for it.
+    pub fn on_client_drained<W: World>(&mut self, world: &mut W) {
+        if self.exchange.is_none() && self.held_back && !self.finished {
+            self.pump(world);
+        }
+    }
+
     /// The client is gone for certain: whatever runs for it ends at once.
     pub fn on_client_gone<W: World>(&mut self, world: &mut W) {
         self.finished = true;
@@ -230,7 +240,7 @@ impl Session {
     /// A time limit has been reached.
     pub fn on_deadline<W: World>(&mut self, world: &mut W) {
         let Some(exchange) = self.exchange.as_mut() else {
-            if !self.inbox.is_empty() && !self.finished {
+            if !self.inbox.is_empty() && !self.finished && !self.must_wait(world) {
                 let refusal = Refusal::new(
                     408,
                     "request_timeout",
@@ -251,7 +261,8 @@ impl Session {
             State::Admin => {
                 let refusal =
                     Refusal::new(504, "timeout", "the control plane did not answer in time");
-                self.refuse_and_go_on(world, &refusal);
+                // Closed: the late answer must not meet the connection's next request.
+                self.refuse(world, &refusal);
             }
             State::Streaming if world.is_client_held() => {
                 // We do not read the client because the worker does not take what it sent: the worker is late.
@@ -392,13 +403,8 @@ impl Session {
             return world.break_leg();
         }
         world.end_leg(false);
-        if exchange.leg == Leg::Reused
-            && !exchange.answer_begun
-            && !exchange.resent
-            && can_replay(exchange)
-        {
+        if exchange.leg == Leg::Reused && !exchange.answer_begun && can_replay(exchange) {
             // The worker closed an idle connection just as we used it: no failure of anybody (RFC 9112 section 9.3.1).
-            exchange.resent = true;
             world.count_resend();
             let slot = exchange.slot;
             return self.dial(world, slot, true);
@@ -456,14 +462,28 @@ impl Session {
         }
     }
 
+    /// A client that does not take its answers gets no further ones: `on_client_drained` goes on.
+    fn must_wait<W: World>(&mut self, world: &mut W) -> bool {
+        if self.exchange.is_some() || self.finished || !world.is_client_full() {
+            return false;
+        }
+        self.held_back = true;
+        world.read_client(false);
+        true
+    }
+
     /// Takes requests out of the inbox as long as none is running.
     fn pump<W: World>(&mut self, world: &mut W) {
-        if std::mem::replace(&mut self.is_pumping, true) {
+        if self.must_wait(world) || std::mem::replace(&mut self.is_pumping, true) {
             return;
         }
         let mut bytes = std::mem::take(&mut self.inbox);
         let mut at = 0;
-        while self.exchange.is_none() && !self.finished && at < bytes.len() {
+        while self.exchange.is_none()
+            && !self.finished
+            && at < bytes.len()
+            && !self.must_wait(world)
+        {
             let used = self.consume(world, &bytes[at..]);
             at += used;
             if used == 0 {
@@ -474,6 +494,9 @@ impl Session {
         if !self.finished {
             bytes.drain(..at);
             self.inbox = bytes;
+        }
+        if self.must_wait(world) {
+            return;
         }
         if self.held_back && (self.exchange.is_none() || self.inbox.len() <= PIPELINE_BYTES_MAX) {
             self.held_back = false;
@@ -525,7 +548,16 @@ impl Session {
             }
             Verdict::Complete(request, len) => {
                 self.open(world, request, message, fields_at);
-                skipped + len + self.read_body(world, &bytes[len..])
+                let used = self.read_body(world, &bytes[len..]);
+                if used == 0
+                    && let Some(exchange) = &self.exchange
+                    && exchange.request.expects_continue
+                    && !exchange.incoming.is_done()
+                {
+                    // Not when the body is coming already (RFC 9110 section 10.1.1).
+                    world.send(b"HTTP/1.1 100 Continue\r\n\r\n".to_vec());
+                }
+                skipped + len + used
             }
         }
     }
@@ -597,7 +629,6 @@ impl Session {
             last_failure: 0,
             leg: Leg::None,
             dialed_ns: now,
-            resent: false,
             answer_begun: false,
             partial_head: Vec::new(),
             outgoing: Body::new(Framing::None),
@@ -640,9 +671,6 @@ impl Session {
                 let message = std::mem::take(&mut exchange.message);
                 exchange.message = world.grow(message, n.min(RESERVE_BYTES_MAX) as usize);
             }
-        }
-        if exchange.request.expects_continue && !exchange.incoming.is_done() {
-            world.send(b"HTTP/1.1 100 Continue\r\n\r\n".to_vec());
         }
         if exchange.state == State::Streaming {
             self.seat(world);
@@ -795,9 +823,12 @@ impl Session {
             return;
         };
         let message = std::mem::take(&mut exchange.message);
-        exchange.message_is_out = true;
         exchange.sent = true;
-        world.send_message(message);
+        exchange.message_is_out = true;
+        if let Some(message) = world.send_message(message) {
+            exchange.message_is_out = false;
+            exchange.message = message;
+        }
         if exchange.state == State::Streaming {
             self.held_back = false;
             world.read_client(true);
@@ -832,7 +863,6 @@ impl Session {
         end_leg(exchange, world, false);
         exchange.leg = Leg::None;
         exchange.retries += 1;
-        exchange.resent = false;
         world.count_retry();
         self.dial(world, slot, false);
         true
@@ -943,6 +973,7 @@ impl Session {
         let added = world.clock_ns().saturating_sub(now);
         world.record_added(added);
         let Ok(progress) = joined else {
+            world.worker_failed(exchange.slot);
             return self.break_off(world);
         };
         if progress.done {
@@ -1084,7 +1115,7 @@ impl Session {
             return world.finish();
         }
         self.await_request(world);
-        if !self.inbox.is_empty() || self.half_closed {
+        if !self.inbox.is_empty() || self.half_closed || self.held_back {
             // Within a pump that runs already this does nothing: it goes on by itself.
             self.pump(world);
         }

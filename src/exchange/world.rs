@@ -98,6 +98,8 @@ pub trait World {
     fn abort(&mut self);
     /// Reads from the client, or stops reading.
     fn read_client(&mut self, on: bool);
+    /// Whether more waits for the client than one may hold.
+    fn is_client_full(&mut self) -> bool;
     /// Whether the client is not read because the worker has not taken what it sent.
     fn is_client_held(&mut self) -> bool;
     /// Whether the worker is not read because the client has not taken what it got.
@@ -116,8 +118,9 @@ pub trait World {
     fn worker_address(&self, slot: Slot) -> Option<(&str, &str)>;
     /// Begins a leg; `fresh`: not on a kept-alive connection.
     fn dial(&mut self, slot: Slot, fresh: bool) -> Dial;
-    /// Queues a request for the worker, from [`super::message_start`] on; it comes back through `on_request_sent`.
-    fn send_message(&mut self, message: Vec<u8>);
+    /// Sends a request to the worker, from [`super::message_start`] on. It comes back at once if it has left, else later
+    /// through `on_request_sent`.
+    fn send_message(&mut self, message: Vec<u8>) -> Option<Vec<u8>>;
     /// Queues more bytes for the worker.
     fn send_worker(&mut self, bytes: Vec<u8>);
     /// Queues a part of a received piece for the worker.

@@ -111,8 +111,11 @@ fn partial(bytes: &[u8], limits: Limits) -> Verdict {
     if bytes.len() <= limits.head_bytes {
         return Verdict::Partial;
     }
-    let in_first_line = memchr::memchr(b'\n', bytes).is_none();
-    Verdict::Refused(too_large(in_first_line))
+    Verdict::Refused(too_large(is_first_line_too_long(bytes, limits)))
+}
+
+fn is_first_line_too_long(head: &[u8], limits: Limits) -> bool {
+    memchr::memchr(b'\n', head).is_none_or(|len| len > limits.head_bytes)
 }
 
 fn too_large(in_first_line: bool) -> Refusal {
@@ -187,7 +190,8 @@ fn read(
     forward: &mut Vec<u8>,
 ) -> Result<Request, Refusal> {
     if head.len() > limits.head_bytes || parsed.headers.len() > limits.field_count {
-        return Err(too_large(false));
+        let is_line = head.len() > limits.head_bytes && is_first_line_too_long(head, limits);
+        return Err(too_large(is_line));
     }
     // httparse takes a lone LF for a line end; a worker or a proxy behind us may not.
     let start = head

@@ -23,7 +23,8 @@ use io_uring::{IoUring, cqueue, opcode, squeue};
 pub use buffers::Lease;
 pub use probe::{Abilities, TaskRun, probe};
 pub use socket::{
-    eventfd, listeners, raise_descriptor_limit, reset_on_close, shutdown, shutdown_write, signal,
+    eventfd, listeners, raise_descriptor_limit, reset_on_close, send_now, shutdown, shutdown_write,
+    signal,
 };
 
 /// One send hands over at most this much; the rest follows.
@@ -63,33 +64,6 @@ enum Kind {
     Watch = 7,
 }
 
-/// Bytes on their way out.
-#[derive(Debug)]
-pub enum Outgoing {
-    /// Own memory, from an offset on.
-    Heap(Vec<u8>, usize),
-    /// A received piece, relayed where it lies: from, to.
-    Leased(Lease, u32, u32),
-}
-
-impl Outgoing {
-    /// What is still to be sent.
-    pub fn bytes(&self) -> &[u8] {
-        match self {
-            Outgoing::Heap(bytes, from) => &bytes[*from..],
-            Outgoing::Leased(lease, from, to) => &lease.as_ref()[*from as usize..*to as usize],
-        }
-    }
-
-    /// Marks the first `n` bytes as sent.
-    pub fn advance(&mut self, n: usize) {
-        match self {
-            Outgoing::Heap(_, from) => *from += n,
-            Outgoing::Leased(_, from, _) => *from += n as u32,
-        }
-    }
-}
-
 /// What a receive brought.
 #[derive(Debug)]
 pub enum Received {
@@ -121,12 +95,15 @@ pub enum Event {
     },
     /// A send ended: bytes taken, or errno. The bytes come back.
     Sent {
+        op: u32,
         token: Token,
         result: Result<usize, i32>,
-        bytes: Outgoing,
+        bytes: Vec<u8>,
+        from: usize,
     },
     /// A connect ended (errno).
     Connected {
+        op: u32,
         token: Token,
         result: Result<(), i32>,
     },
@@ -142,7 +119,8 @@ pub enum Event {
 
 struct SendOp {
     token: Token,
-    bytes: Outgoing,
+    bytes: Vec<u8>,
+    from: usize,
 }
 
 /// A slab of operations the kernel still works on.
@@ -172,10 +150,14 @@ impl<T> Ops<T> {
         }
     }
 
-    fn remove(&mut self, index: u32) -> Option<T> {
-        let op = self.places.get_mut(index as usize)?.take()?;
+    /// Takes what the kernel is done with. The number stays taken until [`Ops::release`], so that nobody who still holds
+    /// it can mean another operation.
+    fn take(&mut self, index: u32) -> Option<T> {
+        self.places.get_mut(index as usize)?.take()
+    }
+
+    fn release(&mut self, index: u32) {
         self.free.push(index);
-        Some(op)
     }
 }
 
@@ -251,37 +233,40 @@ impl Ring {
         self.cancel(token.pack(Kind::Receive));
     }
 
-    /// Sends bytes. One send a connection at a time keeps them in order. A leased piece is tried once and comes back
-    /// with what the socket did not take, so that a slow peer never holds a shared buffer.
-    pub fn send(&mut self, token: Token, fd: &OwnedFd, bytes: Outgoing) {
-        let flags = match bytes {
-            Outgoing::Heap(..) => libc::MSG_NOSIGNAL | libc::MSG_WAITALL,
-            Outgoing::Leased(..) => libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT,
-        };
-        // The bytes move into the slab, but the heap block or buffer they point at stays where it is.
+    /// Sends all of the bytes, however long the peer takes. One send a connection at a time keeps them in order. The
+    /// number names the operation for [`Ring::cancel_send`].
+    pub fn send(&mut self, token: Token, fd: &OwnedFd, bytes: Vec<u8>, from: usize) -> u32 {
+        let flags = libc::MSG_NOSIGNAL | libc::MSG_WAITALL;
+        // The vector moves into the slab; the heap block it points at stays where it is.
         let (start, len) = (
-            bytes.bytes().as_ptr(),
-            bytes.bytes().len().min(SEND_BYTES_MAX) as u32,
+            bytes[from..].as_ptr(),
+            (bytes.len() - from).min(SEND_BYTES_MAX) as u32,
         );
-        let index = self.sends.insert(SendOp { token, bytes });
+        let index = self.sends.insert(SendOp { token, bytes, from });
         let entry = opcode::Send::new(Fd(fd.as_raw_fd()), start, len)
             .flags(flags)
             .build();
         self.push(entry.user_data((Kind::Send as u64) << 56 | u64::from(index)));
+        index
+    }
+
+    /// Gives a send up; it still completes.
+    pub fn cancel_send(&mut self, index: u32) {
+        self.cancel((Kind::Send as u64) << 56 | u64::from(index));
     }
 
     /// Makes a socket and begins to connect it.
     ///
     /// # Errors
     /// No descriptor is left.
-    pub fn connect(&mut self, token: Token, address: &SocketAddr) -> io::Result<OwnedFd> {
+    pub fn connect(&mut self, token: Token, address: &SocketAddr) -> io::Result<(OwnedFd, u32)> {
         let fd = socket::upstream(address)?;
         let address = Box::new(socket2::SockAddr::from(*address));
         let (start, len) = (address.as_ptr(), address.len());
         let index = self.connects.insert((token, address));
         let entry = opcode::Connect::new(Fd(fd.as_raw_fd()), start.cast(), len).build();
         self.push(entry.user_data((Kind::Connect as u64) << 56 | u64::from(index)));
-        Ok(fd)
+        Ok((fd, index))
     }
 
     /// Watches a connection for a reset (or both directions' end), without taking bytes from it.
@@ -294,11 +279,14 @@ impl Ring {
         self.push(entry.user_data(token.pack(Kind::Watch)));
     }
 
-    /// Cancels every operation on a descriptor; each still completes.
-    pub fn cancel_all(&mut self, fd: &OwnedFd) {
-        let on_fd = CancelBuilder::fd(Fd(fd.as_raw_fd())).all();
-        let entry = opcode::AsyncCancel2::new(on_fd).build();
-        self.push(entry.user_data((Kind::Cancel as u64) << 56));
+    /// Gives a watch up; it still completes.
+    pub fn cancel_watch(&mut self, token: Token) {
+        self.cancel(token.pack(Kind::Watch));
+    }
+
+    /// Gives a connect up; it still completes.
+    pub fn cancel_connect(&mut self, index: u32) {
+        self.cancel((Kind::Connect as u64) << 56 | u64::from(index));
     }
 
     /// Hands all pending work to the kernel and sleeps until something happens or the time is over (`None`: for ever).
@@ -326,7 +314,13 @@ impl Ring {
 
     /// Next of what happened.
     pub fn next_event(&mut self) -> Option<Event> {
-        self.events.pop_front()
+        let event = self.events.pop_front()?;
+        match event {
+            Event::Sent { op, .. } => self.sends.release(op),
+            Event::Connected { op, .. } => self.connects.release(op),
+            _ => {}
+        }
+        Some(event)
     }
 
     fn enter(&mut self, want: usize, sleep: Option<Duration>) -> io::Result<()> {
@@ -389,7 +383,7 @@ impl Ring {
     }
 
     fn sent(&mut self, index: u32, result: i32) {
-        let Some(op) = self.sends.remove(index) else {
+        let Some(op) = self.sends.take(index) else {
             return;
         };
         let result = if result < 0 {
@@ -398,9 +392,11 @@ impl Ring {
             Ok(result as usize)
         };
         self.events.push_back(Event::Sent {
+            op: index,
             token: op.token,
             result,
             bytes: op.bytes,
+            from: op.from,
         });
     }
 
@@ -415,11 +411,15 @@ impl Ring {
     }
 
     fn connected(&mut self, index: u32, result: i32) {
-        let Some((token, _)) = self.connects.remove(index) else {
+        let Some((token, _)) = self.connects.take(index) else {
             return;
         };
         let result = if result < 0 { Err(-result) } else { Ok(()) };
-        self.events.push_back(Event::Connected { token, result });
+        self.events.push_back(Event::Connected {
+            op: index,
+            token,
+            result,
+        });
     }
 
     fn arm_wake(&mut self) {

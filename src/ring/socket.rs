@@ -64,6 +64,8 @@ fn bind(address: SocketAddr, probe: bool, backlog: i32) -> io::Result<TcpListene
         address = trial.local_addr()?.as_socket().unwrap_or(address);
     }
     let socket = make(true, address)?;
+    // Accepted connections inherit it (tcp(7)).
+    socket.set_tcp_nodelay(true)?;
     socket.listen(backlog)?;
     Ok(socket.into())
 }
@@ -80,22 +82,10 @@ pub(super) fn upstream(address: &SocketAddr) -> io::Result<OwnedFd> {
     Ok(socket.into())
 }
 
-/// Sets up an accepted connection.
+/// Takes an accepted connection over; it has TCP_NODELAY from its listener.
 pub(super) fn accepted(fd: i32) -> OwnedFd {
     // SAFETY: the descriptor came from an accept completion, and nobody else owns it.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    let on: libc::c_int = 1;
-    // SAFETY: a plain integer option is read from a local. Failure leaves the default, which is correct, only slower.
-    unsafe {
-        libc::setsockopt(
-            fd.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_NODELAY,
-            (&raw const on).cast(),
-            size_of::<libc::c_int>() as u32,
-        );
-    }
-    fd
+    unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
 /// Ends both directions now; pending receives and sends complete. The descriptor stays ours.
@@ -149,4 +139,16 @@ pub fn raise_descriptor_limit() -> u64 {
             limit.rlim_cur
         }
     }
+}
+
+/// Sends what the socket takes right now: bytes taken, or errno (EAGAIN: none).
+pub fn send_now(fd: &OwnedFd, bytes: &[u8]) -> Result<usize, i32> {
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: the kernel reads `len` bytes from a live slice during the call.
+    let n = unsafe { libc::send(fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), flags) };
+    usize::try_from(n).map_err(|_| {
+        io::Error::last_os_error()
+            .raw_os_error()
+            .unwrap_or(libc::EIO)
+    })
 }

@@ -493,17 +493,12 @@ pub fn router_unready(workers: &[&Worker], flags: &[&str]) -> Router {
 }
 
 pub fn router_unready_before(urls: &[String], flags: &[&str]) -> Router {
-    let mut line: Vec<String> = [
-        "corelane",
-        "--port",
-        "0",
-        "--prometheus-port",
-        "0",
-        "--max-connections",
-        "4000",
-    ]
-    .map(String::from)
-    .to_vec();
+    let mut line: Vec<String> = ["corelane", "--port", "0", "--prometheus-port", "0"]
+        .map(String::from)
+        .to_vec();
+    if !flags.contains(&"--max-connections") {
+        line.extend(["--max-connections", "4000"].map(String::from));
+    }
     line.extend(flags.iter().map(|f| f.to_string()));
     line.push("--worker-urls".into());
     line.extend_from_slice(urls);
