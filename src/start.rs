@@ -212,19 +212,15 @@ fn tree_bytes(config: &Config) -> usize {
         .min(config.prefix_memory_bytes_max)
 }
 
-type Mail = (Vec<Option<Sender<Lesson>>>, Vec<Receiver<Lesson>>);
+type Mail = (Vec<Sender<Lesson>>, Vec<Receiver<Lesson>>);
 
-/// A mailbox from each core to each other.
+/// A mailbox from each core to each, itself included: lessons of its own wait in line, bounded, like those of others.
 fn mailboxes(count: usize) -> Vec<Mail> {
     let mut mail: Vec<Mail> = (0..count).map(|_| (Vec::new(), Vec::new())).collect();
     for from in 0..count {
         for to in 0..count {
-            if from == to {
-                mail[from].0.push(None);
-                continue;
-            }
             let (sender, receiver) = shards::mailbox(MAILBOX_COUNT);
-            mail[from].0.push(Some(sender));
+            mail[from].0.push(sender);
             mail[to].1.push(receiver);
         }
     }

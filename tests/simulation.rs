@@ -1013,7 +1013,8 @@ impl Case {
             .last()
             .is_some_and(|a| a.until_close || field(&a.head, "connection").contains(&"close"));
         assert!(
-            answers.len() >= whole.count() || closes || self.has_drained,
+            // A client that took nothing for a whole time limit is let go with what it asked for meanwhile.
+            answers.len() >= whole.count() || closes || self.has_drained || self.sim.is_client_full,
             "a request was lost: {} answers, the last does not close",
             answers.len()
         );

@@ -38,6 +38,10 @@ use wheel::Wheel;
 const LINGER_NS: u64 = 3_000_000_000;
 /// Steps of shard work between two sleeps: about 50 us.
 const SHARD_STEPS: usize = 512;
+/// Events in one turn from which on sends are handed to the kernel together.
+const CROWD_COUNT: usize = 4;
+/// Pieces up to this size may be copied for that.
+const COPY_BYTES_MAX: usize = 8 * 1024;
 /// How often idle worker connections are looked through.
 const SWEEP_NS: u64 = 250_000_000;
 /// How long accepting pauses when descriptors have run out.
@@ -55,8 +59,8 @@ pub struct Seed {
     pub shard: Shard,
     /// Its reader of published things.
     pub reader: Reader,
-    /// Where lessons for other cores' shards go, by core; none for itself.
-    pub senders: Vec<Option<Sender<Lesson>>>,
+    /// Where lessons for the cores' shards go, by core.
+    pub senders: Vec<Sender<Lesson>>,
     /// Where lessons for this core's shard come from.
     pub receivers: Vec<Receiver<Lesson>>,
     /// For choices and request ids.
@@ -104,8 +108,9 @@ pub struct Core {
     is_accepting: bool,
     accept_again_ns: u64,
     shard: Shard,
-    senders: Vec<Option<Sender<Lesson>>>,
+    senders: Vec<Sender<Lesson>>,
     receivers: Vec<Receiver<Lesson>>,
+    next_receiver: usize,
     /// Owners that were sent lessons in this turn.
     taught: Vec<usize>,
     batches: Batches,
@@ -116,6 +121,8 @@ pub struct Core {
     random: u64,
     started: Instant,
     swept_ns: u64,
+    /// So much happened in this turn that sends are better handed over together than made one by one.
+    is_crowded: bool,
     is_draining: bool,
     is_stopping: bool,
     /// Connections to be armed again at the end of the turn, when buffers have come back.
@@ -148,6 +155,7 @@ impl Core {
             shard: seed.shard,
             senders: seed.senders,
             receivers: seed.receivers,
+            next_receiver: 0,
             taught: Vec::new(),
             batches: Batches::default(),
             chain: Vec::new(),
@@ -157,6 +165,7 @@ impl Core {
             random: seed.random_seed | 1,
             started: Instant::now(),
             swept_ns: 0,
+            is_crowded: false,
             is_draining: false,
             is_stopping: false,
             starved: Vec::new(),
@@ -188,6 +197,7 @@ impl Core {
                 fleet: shared.fleet.load(&pin),
                 now_ns: self.clock_ns(),
             };
+            self.is_crowded = self.ring.event_count() >= CROWD_COUNT;
             while let Some(event) = self.ring.next_event() {
                 self.handle(turn, event);
             }
@@ -271,15 +281,17 @@ impl Core {
     /// Applies lessons from all cores, a bounded number of steps. `true`: there is more to apply (what waits in the
     /// mailboxes is looked for before the sleep).
     fn work_shard(&mut self) -> bool {
-        let mut received = 0;
-        let most = SHARD_STEPS / self.receivers.len().max(1);
-        for receiver in &mut self.receivers {
-            let until = received + most.max(1);
-            while received < until
+        // A new lesson is begun when the last ones are done, so that what waits, waits in the mailboxes and is bounded.
+        let mut steps = if self.shard.is_idle() { 0 } else { SHARD_STEPS };
+        let count = self.receivers.len();
+        for _ in 0..count {
+            self.next_receiver = (self.next_receiver + 1) % count;
+            let receiver = &mut self.receivers[self.next_receiver];
+            while steps < SHARD_STEPS
                 && let Some(lesson) = receiver.try_recv()
             {
+                steps += steps_of(&lesson);
                 self.shard.apply(lesson);
-                received += 1;
             }
         }
         if self.shard.is_idle() && self.purging.is_empty() {
@@ -692,6 +704,9 @@ impl Core {
     /// Offers bytes to a socket with nothing before them in line: how many it took. What a socket takes at once costs one
     /// system call and no second turn of the loop, and a received piece goes out from where it lies.
     fn offer(&mut self, token: Token, bytes: &[u8]) -> usize {
+        if self.is_crowded && bytes.len() <= COPY_BYTES_MAX {
+            return 0;
+        }
         let Some(wire) = self.wire(token) else {
             return 0;
         };
@@ -709,13 +724,9 @@ impl Core {
     fn send_piece(&mut self, token: Token, piece: &[u8]) {
         let taken = self.offer(token, piece);
         if taken < piece.len() {
-            self.queue(
-                token,
-                Outgoing {
-                    bytes: piece[taken..].to_vec(),
-                    from: 0,
-                },
-            );
+            let mut bytes = self.shelf.take();
+            bytes.extend_from_slice(&piece[taken..]);
+            self.queue(token, Outgoing { bytes, from: 0 });
         } else if self.downs.find(token).is_some_and(|down| down.is_finishing) {
             self.put_off_cut(token);
         }
@@ -992,7 +1003,6 @@ impl Core {
     fn teach(&mut self, pin: &Pin<'_>, slot: Slot) {
         let Core {
             shared,
-            shard,
             senders,
             taught,
             batches,
@@ -1000,21 +1010,31 @@ impl Core {
             index,
             ..
         } = self;
-        route::lessons(&shared.tree, pin, chain, slot, batches, |owner, lesson| {
-            if owner == *index {
-                shard.apply(lesson);
-            } else if let Some(Some(sender)) = senders.get_mut(owner) {
-                match sender.try_send(lesson) {
-                    Ok(()) => taught.push(owner),
-                    Err(_) => shared.cores[*index].stats.lessons_dropped.add(1),
-                }
-            }
-        });
+        route::lessons(
+            &shared.tree,
+            pin,
+            chain,
+            slot,
+            batches,
+            |owner, lesson| match senders[owner].try_send(lesson) {
+                Ok(()) if owner != *index => taught.push(owner),
+                Ok(()) => {}
+                Err(_) => shared.cores[*index].stats.lessons_dropped.add(1),
+            },
+        );
     }
 
     fn wake_taught(&mut self) {
         for owner in self.taught.drain(..) {
             self.shared.cores[owner].wake_if_asleep();
         }
+    }
+}
+
+/// What a lesson costs its shard.
+fn steps_of(lesson: &Lesson) -> usize {
+    match lesson {
+        Lesson::Insert { hashes, .. } | Lesson::Touch { hashes } => hashes.len().max(1),
+        Lesson::Branch { .. } | Lesson::Purge { .. } => 1,
     }
 }

@@ -312,6 +312,11 @@ impl Ring {
         Ok(())
     }
 
+    /// How much has happened and has not been taken.
+    pub fn event_count(&self) -> usize {
+        self.events.len()
+    }
+
     /// Next of what happened.
     pub fn next_event(&mut self) -> Option<Event> {
         let event = self.events.pop_front()?;

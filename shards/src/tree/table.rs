@@ -13,7 +13,7 @@ use super::word::{Packed, Payload, Word};
 use crate::epoch::Bin;
 use crate::ids::{PrefixHash, Slot};
 
-/// Generations that fit into a shard's capacity. An entry's age has 8 bits: 8 capacities of use until it wraps.
+/// Generations that fit into a shard's capacity. An entry's age has 8 bits: 8 capacities of new blocks until it wraps.
 const GENERATIONS: usize = 32;
 /// Retired pieces that may wait for a pinned core; above that nothing is replaced.
 pub(super) const GARBAGE_MAX: usize = 1 << 16;
@@ -49,7 +49,7 @@ impl Shape {
         8 << self.directory_bits
     }
 
-    /// Uses per generation.
+    /// New blocks per generation.
     fn generation_volume(self) -> usize {
         (self.segment_bytes_max / 16 / GENERATIONS).max(1)
     }
@@ -70,7 +70,7 @@ pub(super) struct Table {
     /// Blocks that name a slot, by slot.
     held_counts: Box<[u32]>,
     pub(super) newest: u8,
-    /// Uses in the newest generation.
+    /// New blocks in the newest generation.
     volume: usize,
     /// Where the search for old lists goes on: directory entry, bucket.
     pub(super) hand: (usize, usize),
@@ -103,11 +103,11 @@ impl Table {
         if hash.0 == 0 || slot.index() >= self.held_counts.len() {
             return;
         }
-        self.count_use(view);
         let spread = Spread::of(hash);
         if let Some(entry) = self.entry(view, hash, spread) {
             self.add_holder(view, entry, slot);
         } else {
+            self.count_new(view);
             let entry = self.room(view, spread);
             let only = Payload::Inline(Packed::of(&[slot.0]));
             let word = Word::new(spread.mark())
@@ -122,7 +122,6 @@ impl Table {
 
     /// The block was used.
     pub(super) fn touch(&mut self, view: &View, hash: PrefixHash) {
-        self.count_use(view);
         if let Some(entry) = self.entry(view, hash, Spread::of(hash)) {
             set_if_new(entry, entry.word().with_age(self.newest));
         }
@@ -224,8 +223,9 @@ impl Table {
         &mut self.used[first]
     }
 
-    /// Ages by volume: every so many uses a new generation begins.
-    fn count_use(&mut self, view: &View) {
+    /// Ages by volume: every so many new blocks a new generation begins. Uses of known blocks do not age the others: they
+    /// take no room, and traffic that brings nothing new would have to touch its own blocks for ever.
+    fn count_new(&mut self, view: &View) {
         self.volume += 1;
         if self.volume >= self.shape.generation_volume() {
             self.volume = 0;
