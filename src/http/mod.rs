@@ -25,7 +25,8 @@
 //! | chunk size not hex, with sign, over 2^60, line ended by bare LF | 400 | RFC 9112 7.1 |
 //! | chunk data not followed by CRLF | 400 | RFC 9112 7.1 |
 //! | absolute-form target | routed by its path alone | RFC 9112 3.2.2 |
-//! | authority-form, CONNECT | 405 | RFC 9110 9.3.6 |
+//! | CONNECT | 405 | RFC 9110 9.3.6 |
+//! | authority-form with another method, a target that is no path | 400 | RFC 9112 3.2 |
 //! | version other than 1.0 and 1.1 | 505 | RFC 9110 15.6.6 |
 //! | head or field count over its limit | 431, target too long 414 | RFC 6585 5 |
 
