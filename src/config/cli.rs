@@ -88,7 +88,7 @@ pub struct ListenerArgs {
         allow_negative_numbers = true
     )]
     pub port: u16,
-    /// Workers, as http://host[:port][/prefix]; more can be added and removed while running
+    /// Workers, as http://host:port, a path prefix may follow; more can be added and removed while running
     #[arg(long, num_args = 0.., value_name = "URL")]
     #[arg(env = "CORELANE_WORKER_URLS", hide_env = true)]
     pub worker_urls: Vec<String>,

@@ -1,6 +1,6 @@
 //! One core: a pinned thread with its glommio executor, its ring, its listener, its connections, its shard.
 //!
-//! The core's thread runs [`Core::run`] as the main future of its executor and sleeps in one place only, the ring's wait.
+//! The core's thread runs `Core::run` as the main future of its executor and sleeps in one place only, the ring's wait.
 //! Everything that can wake it ends that wait: sockets, the doorbell's eventfd (mailboxes, control plane), the wheel's
 //! next tick. glommio places and runs the executor; its reactor and timers stay out of the way of requests, because a
 //! second place to sleep costs half as much again a request at moderate load, and because nothing here may depend on its park.
