@@ -863,7 +863,6 @@ impl Core {
 
     /// Ends our direction when a finished connection has sent all it had.
     fn finish_if_flushed(&mut self, token: Token) {
-        let now_ns = self.clock_ns();
         let Some(down) = self.downs.find(token) else {
             return;
         };
@@ -881,7 +880,7 @@ impl Core {
         if has_ended {
             self.kill(token);
         } else {
-            self.set_deadline(token, now_ns + LINGER_NS);
+            self.set_deadline(token, self.clock_ns() + LINGER_NS);
         }
     }
 
