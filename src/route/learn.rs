@@ -64,7 +64,7 @@ pub fn lessons(
     batches: &mut Batches,
     mut emit: impl FnMut(usize, Lesson),
 ) {
-    let (held, is_stale) = match tree.find(pin, chain, |holder| holder == slot) {
+    let (held, is_stale) = match tree.find_held_by(pin, chain, slot) {
         Some(found) => (found.blocks, found.is_stale()),
         None => (0, false),
     };

@@ -85,10 +85,11 @@ impl World {
             pin: &pin,
             chain,
         };
-        let mut holders = vec![Slot(99)];
-        let found = prefixes.find(|holder| holder == slot, |_| true, &mut holders);
-        assert_eq!(holders, if found.is_some() { vec![slot] } else { vec![] });
-        found.map_or((0, false), |found| (found.blocks, found.is_fork))
+        let Some(found) = prefixes.find(|holder| holder == slot) else {
+            return (0, false);
+        };
+        assert!(found.is_held_by(slot));
+        (found.blocks, found.is_fork())
     }
 }
 

@@ -5,7 +5,7 @@
 //! while they are read; that is why a decision carries the load it saw (R3) and why nothing here relies on two reads
 //! of one load being equal.
 
-use shards::{Books, Pin, PrefixHash, Slot, Tree};
+use shards::{Books, Match, Pin, PrefixHash, Slot, Tree};
 
 use super::candidates::Candidates;
 use super::key::bytes_of_blocks;
@@ -97,26 +97,44 @@ impl Loads for Books {
     }
 }
 
-/// A longest match.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Found {
+/// A longest match: the deepest block of a prompt that a taken worker holds.
+pub trait Found {
     /// Blocks of the prompt from its start; at least one.
-    pub blocks: usize,
+    fn blocks(&self) -> usize;
     /// Three or more different continuations of the last of these blocks are known.
-    pub is_fork: bool,
-    /// Nobody has used that block for some time.
-    pub is_stale: bool,
+    fn is_fork(&self) -> bool;
+    /// Those who hold it, taken or not.
+    fn holders(&self) -> impl Iterator<Item = Slot>;
+    /// Whether a worker is one of them: cheap, where a prefix of the whole fleet has many holders to list.
+    fn is_held_by(&self, slot: Slot) -> bool;
+}
+
+impl Found for Match<'_> {
+    fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    fn is_fork(&self) -> bool {
+        Match::is_fork(self)
+    }
+
+    fn holders(&self) -> impl Iterator<Item = Slot> {
+        Match::holders(self)
+    }
+
+    #[inline]
+    fn is_held_by(&self, slot: Slot) -> bool {
+        Match::is_held_by(self, slot)
+    }
 }
 
 /// Who holds how much of one prompt.
 pub trait Prefixes {
-    /// The deepest block that a worker holds which `accept` takes. `holders` is cleared and gets those workers that
-    /// hold it and are taken. `None`, and `holders` is empty: there is no such block, or its number of blocks is not
-    /// `enough` (a prefix that the whole fleet holds has many holders to list).
-    fn find<A, E>(&self, accept: A, enough: E, holders: &mut Vec<Slot>) -> Option<Found>
-    where
-        A: FnMut(Slot) -> bool,
-        E: Fn(usize) -> bool;
+    /// What a look-up gives.
+    type Found: Found;
+
+    /// The deepest block that a worker holds which `accept` takes.
+    fn find(&self, accept: impl FnMut(Slot) -> bool) -> Option<Self::Found>;
 }
 
 /// One prompt in the prefix tree.
@@ -129,27 +147,11 @@ pub struct TreePrefixes<'a> {
     pub chain: &'a [PrefixHash],
 }
 
-impl Prefixes for TreePrefixes<'_> {
-    fn find<A, E>(&self, mut accept: A, enough: E, holders: &mut Vec<Slot>) -> Option<Found>
-    where
-        A: FnMut(Slot) -> bool,
-        E: Fn(usize) -> bool,
-    {
-        holders.clear();
-        let found = self.tree.find(self.pin, self.chain, &mut accept)?;
-        if !enough(found.blocks) {
-            return None;
-        }
-        holders.extend(found.holders().filter(|slot| accept(*slot)));
-        // The owner may have taken the last holder away, or its load may have moved, since `find` looked.
-        if holders.is_empty() {
-            return None;
-        }
-        Some(Found {
-            blocks: found.blocks,
-            is_fork: found.is_fork(),
-            is_stale: found.is_stale(),
-        })
+impl<'a> Prefixes for TreePrefixes<'a> {
+    type Found = Match<'a>;
+
+    fn find(&self, accept: impl FnMut(Slot) -> bool) -> Option<Match<'a>> {
+        self.tree.find(self.pin, self.chain, accept)
     }
 }
 
@@ -270,24 +272,22 @@ fn cache_aware<P: Prefixes, L: Loads>(
     let Some((prefixes, length_bytes)) = key else {
         return Some(field.least_loaded(rng)?.because(Reason::NoKey, 0));
     };
-    match best_match(
-        settings,
-        prefixes,
-        length_bytes,
-        |slot| field.has(slot),
-        holders,
-    ) {
-        Match::Own(blocks) => {
-            let wanted = field.least_loaded_of(holders, rng)?;
-            if !field.is_overloaded(settings, wanted.load) {
-                return Some(wanted.because(Reason::Affinity, blocks));
+    match best_match(settings, prefixes, length_bytes, |slot| field.has(slot)) {
+        Worth::Own(found) => {
+            list(&found, |slot| field.has(slot), holders);
+            match field.least_loaded_of(holders, rng) {
+                // The owner of the shard has just taken the last of them away.
+                None => Some(field.least_loaded(rng)?.because(Reason::Cold, 0)),
+                Some(wanted) if !field.is_overloaded(settings, wanted.load) => {
+                    Some(wanted.because(Reason::Affinity, found.blocks()))
+                }
+                Some(_) => shed(settings, prefixes, length_bytes, field, rng, holders),
             }
-            shed(settings, prefixes, length_bytes, field, rng, holders)
         }
-        Match::Common(blocks) => {
-            field.least_loaded_holder_first(holders, blocks, Reason::SpreadCommonPrefix, rng)
+        Worth::Common(found) => {
+            field.least_loaded_holder_first(&found, Reason::SpreadCommonPrefix, rng)
         }
-        Match::Nothing => Some(field.least_loaded(rng)?.because(Reason::Cold, 0)),
+        Worth::Nothing => Some(field.least_loaded(rng)?.because(Reason::Cold, 0)),
     }
 }
 
@@ -302,51 +302,54 @@ fn shed<P: Prefixes, L: Loads>(
 ) -> Option<Decision> {
     let least = field.least_load();
     let may_take = |slot| field.has(slot) && !is_overload(settings, field.loads.load(slot), least);
-    match best_match(settings, prefixes, length_bytes, may_take, holders) {
-        Match::Own(blocks) => Some(
-            field
-                .least_loaded_of(holders, rng)?
-                .because(Reason::ShedToWarm, blocks),
-        ),
-        Match::Common(blocks) => {
-            field.least_loaded_holder_first(holders, blocks, Reason::ShedToLeastLoaded, rng)
+    match best_match(settings, prefixes, length_bytes, may_take) {
+        Worth::Own(found) => {
+            list(&found, may_take, holders);
+            if let Some(warm) = field.least_loaded_of(holders, rng) {
+                return Some(warm.because(Reason::ShedToWarm, found.blocks()));
+            }
         }
-        Match::Nothing => Some(
-            field
-                .least_loaded(rng)?
-                .because(Reason::ShedToLeastLoaded, 0),
-        ),
+        Worth::Common(found) => {
+            return field.least_loaded_holder_first(&found, Reason::ShedToLeastLoaded, rng);
+        }
+        Worth::Nothing => {}
     }
+    let least = field.least_loaded(rng)?;
+    Some(least.because(Reason::ShedToLeastLoaded, 0))
 }
 
-/// What a match is worth to this prompt, with its blocks.
-enum Match {
-    Own(usize),
-    Common(usize),
+/// What a match is worth to this prompt.
+enum Worth<F> {
+    Own(F),
+    Common(F),
     Nothing,
 }
 
-/// The longest match among workers that `accept` takes, with those who hold it.
+/// The longest match among workers that `accept` takes.
 fn best_match<P: Prefixes>(
     settings: &Settings,
     prefixes: &P,
     length_bytes: u64,
     accept: impl FnMut(Slot) -> bool,
-    holders: &mut Vec<Slot>,
-) -> Match {
+) -> Worth<P::Found> {
+    let Some(found) = prefixes.find(accept) else {
+        return Worth::Nothing;
+    };
     // Divided, not multiplied out: a quotient equal to the threshold then compares equal to it.
-    let share = |blocks| bytes_of_blocks(blocks) as f64 / length_bytes as f64;
-    match prefixes.find(
-        accept,
-        |blocks| share(blocks) > settings.cache_threshold,
-        holders,
-    ) {
-        None => Match::Nothing,
-        Some(found) if found.is_fork && share(found.blocks) <= settings.common_prefix_threshold => {
-            Match::Common(found.blocks)
-        }
-        Some(found) => Match::Own(found.blocks),
+    let share = bytes_of_blocks(found.blocks()) as f64 / length_bytes as f64;
+    if share <= settings.cache_threshold {
+        Worth::Nothing
+    } else if found.is_fork() && share <= settings.common_prefix_threshold {
+        Worth::Common(found)
+    } else {
+        Worth::Own(found)
     }
+}
+
+/// The holders that `accept` takes.
+fn list(found: &impl Found, accept: impl Fn(Slot) -> bool, holders: &mut Vec<Slot>) {
+    holders.clear();
+    holders.extend(found.holders().filter(|slot| accept(*slot)));
 }
 
 /// Both conditions, strictly, against the least load among the entrants (pull request 238).
@@ -482,63 +485,94 @@ impl<L: Loads> Entrants<'_, L> {
     }
 
     fn least_loaded(&self, rng: &mut Rng) -> Option<Seen> {
-        self.draw_all(self.least_load(), rng)
+        let least = self.least_load();
+        let drawn = match self.exclude {
+            [] => self.draw(
+                self.candidates.slots().iter().copied(),
+                least,
+                |_| true,
+                rng,
+            ),
+            _ => self.draw(self.slots(), least, |_| true, rng),
+        };
+        drawn.or_else(|| self.least_now())
     }
 
     fn least_loaded_of(&self, slots: &[Slot], rng: &mut Rng) -> Option<Seen> {
-        self.draw(slots.iter().copied(), self.least_load_of(slots), rng)
-            .or_else(|| least_now(slots.iter().map(|slot| self.see(*slot))))
+        let least = self.least_load_of(slots);
+        self.draw(slots.iter().copied(), least, |_| true, rng)
+            .or_else(|| {
+                let seen = slots.iter().map(|slot| self.see(*slot));
+                seen.min_by_key(|seen| seen.load)
+            })
     }
 
-    /// The least loaded; among equals one of the holders, which hold `blocks`.
+    /// The least loaded; among equals one of those who hold what was found.
     fn least_loaded_holder_first(
         &self,
-        holders: &[Slot],
-        blocks: usize,
+        found: &impl Found,
         reason: Reason,
         rng: &mut Rng,
     ) -> Option<Decision> {
         let least = self.least_load();
-        match self.draw(holders.iter().copied(), least, rng) {
-            Some(holder) => Some(holder.because(reason, blocks)),
-            None => Some(self.draw_all(least, rng)?.because(reason, 0)),
-        }
-    }
-
-    fn draw_all(&self, least: u32, rng: &mut Rng) -> Option<Seen> {
-        let drawn = match self.exclude {
-            [] => self.draw(self.candidates.slots().iter().copied(), least, rng),
-            _ => self.draw(self.slots(), least, rng),
+        let is_holder = |slot| found.is_held_by(slot);
+        let chosen = match self.exclude {
+            [] => self.draw(
+                self.candidates.slots().iter().copied(),
+                least,
+                is_holder,
+                rng,
+            ),
+            _ => self.draw(self.slots(), least, is_holder, rng),
         };
-        drawn.or_else(|| least_now(self.slots().map(|slot| self.see(slot))))
+        let chosen = chosen.or_else(|| self.least_now())?;
+        let blocks = if is_holder(chosen.slot) {
+            found.blocks()
+        } else {
+            0
+        };
+        Some(chosen.because(reason, blocks))
     }
 
-    /// One of those whose load is at most `least`, each with the same chance (R2): every one gets a lot, anew for each
-    /// choice, and the lowest wins. Lots cost a worker that is out of the question nothing, and a fleet that is all
-    /// equal less than a random number for each would. `None`: the loads have grown since `least` was read.
+    /// One of those whose load is at most `least`; if any of them is preferred, one of these. All have the same chance
+    /// (R2): every one gets a lot, anew for each choice, and the lowest wins. Lots cost a worker that is out of the
+    /// question nothing, and a fleet that is all equal less than a random number for each would. `None`: the loads have
+    /// grown since `least` was read.
     #[inline]
-    fn draw(&self, slots: impl Iterator<Item = Slot>, least: u32, rng: &mut Rng) -> Option<Seen> {
+    fn draw(
+        &self,
+        slots: impl Iterator<Item = Slot>,
+        least: u32,
+        prefers: impl Fn(Slot) -> bool,
+        rng: &mut Rng,
+    ) -> Option<Seen> {
         let draw = rng.next();
         let lot_of = |slot: Slot| {
             let mixed = (draw ^ u64::from(slot.0)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            (mixed ^ (mixed >> 32)).wrapping_mul(0x94d0_49bb_1331_11eb)
+            let lot = (mixed ^ (mixed >> 32)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            lot >> 1 | u64::from(!prefers(slot)) << 63
         };
         // A plain loop: as `filter` and `min_by_key` it took five times as long.
         let (mut chosen, mut lowest) = (None, u64::MAX);
         for slot in slots {
             let seen = self.see(slot);
-            if seen.load <= least && lot_of(slot) <= lowest {
-                (chosen, lowest) = (Some(seen), lot_of(slot));
+            if seen.load <= least {
+                let lot = lot_of(slot);
+                if lot <= lowest {
+                    (chosen, lowest) = (Some(seen), lot);
+                }
             }
         }
         chosen
     }
-}
 
-/// For the rare case that the least loaded were taken by other cores while this one looked.
-#[cold]
-fn least_now(seen: impl Iterator<Item = Seen>) -> Option<Seen> {
-    seen.min_by_key(|seen| seen.load)
+    /// For the rare case that the least loaded were taken by other cores while this one looked.
+    #[cold]
+    fn least_now(&self) -> Option<Seen> {
+        self.slots()
+            .map(|slot| self.see(slot))
+            .min_by_key(|seen| seen.load)
+    }
 }
 
 #[cfg(test)]

@@ -16,33 +16,42 @@ impl Loads for Fleet {
 #[derive(Default)]
 struct Known(Vec<(usize, Vec<u16>, bool)>);
 
+struct KnownBlock {
+    blocks: usize,
+    holders: Vec<u16>,
+    is_fork: bool,
+}
+
+impl Found for KnownBlock {
+    fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    fn is_fork(&self) -> bool {
+        self.is_fork
+    }
+
+    fn holders(&self) -> impl Iterator<Item = Slot> {
+        self.holders.iter().map(|slot| Slot(*slot))
+    }
+
+    fn is_held_by(&self, slot: Slot) -> bool {
+        self.holders.contains(&slot.0)
+    }
+}
+
 impl Prefixes for Known {
-    fn find<A, E>(&self, mut accept: A, enough: E, holders: &mut Vec<Slot>) -> Option<Found>
-    where
-        A: FnMut(Slot) -> bool,
-        E: Fn(usize) -> bool,
-    {
-        for (blocks, slots, is_fork) in &self.0 {
-            holders.clear();
-            holders.extend(
-                slots
-                    .iter()
-                    .map(|slot| Slot(*slot))
-                    .filter(|slot| accept(*slot)),
-            );
-            if !holders.is_empty() {
-                if !enough(*blocks) {
-                    holders.clear();
-                    return None;
-                }
-                return Some(Found {
-                    blocks: *blocks,
-                    is_fork: *is_fork,
-                    is_stale: false,
-                });
-            }
-        }
-        None
+    type Found = KnownBlock;
+
+    fn find(&self, mut accept: impl FnMut(Slot) -> bool) -> Option<KnownBlock> {
+        let mut levels = self.0.iter();
+        let (blocks, holders, is_fork) =
+            levels.find(|(_, holders, _)| holders.iter().any(|slot| accept(Slot(*slot))))?;
+        Some(KnownBlock {
+            blocks: *blocks,
+            holders: holders.clone(),
+            is_fork: *is_fork,
+        })
     }
 }
 
@@ -444,9 +453,14 @@ fn a_request_without_a_key_goes_to_the_least_loaded() {
 fn a_match_whose_holders_are_gone_by_the_time_they_are_read_is_no_match() {
     struct Vanishing;
     impl Prefixes for Vanishing {
-        fn find<A, E>(&self, _: A, _: E, holders: &mut Vec<Slot>) -> Option<Found> {
-            holders.clear();
-            None
+        type Found = KnownBlock;
+
+        fn find(&self, mut accept: impl FnMut(Slot) -> bool) -> Option<KnownBlock> {
+            accept(Slot(0)).then_some(KnownBlock {
+                blocks: 1,
+                holders: Vec::new(),
+                is_fork: false,
+            })
         }
     }
     let (candidates, fleet) = ([Slot(0)].into_iter().collect(), Fleet(vec![0]));

@@ -31,6 +31,14 @@ impl Match<'_> {
         unsafe { Slots::of(self.word) }
     }
 
+    /// Whether a worker is one of them.
+    #[inline]
+    #[must_use]
+    pub fn is_held_by(&self, slot: Slot) -> bool {
+        // SAFETY: the word was read under the pin that `'p` borrows.
+        unsafe { Slots::of(self.word) }.has(slot)
+    }
+
     /// Three or more different continuations of this block have been learnt: a shared system prompt, not a conversation.
     #[must_use]
     pub fn is_fork(&self) -> bool {
@@ -101,6 +109,22 @@ impl<'a> Chain<'a> {
         unsafe { Slots::of(word) }
     }
 
+    /// The deepest block of all whose word `takes`; `pin` is the chain's.
+    #[inline]
+    fn deepest_match<'p>(
+        &self,
+        _pin: &'p Pin<'_>,
+        takes: impl FnMut(Word) -> bool,
+    ) -> Option<Match<'p>> {
+        let (blocks, word) = self.deepest(self.hashes.len(), takes)?;
+        Some(Match {
+            blocks,
+            word,
+            newest: self.newest(blocks),
+            pin: PhantomData,
+        })
+    }
+
     /// The deepest block among the first `count` whose word `takes`, given that all before it are taken too.
     #[inline]
     fn deepest(&self, count: usize, mut takes: impl FnMut(Word) -> bool) -> Option<(usize, Word)> {
@@ -166,14 +190,19 @@ impl Tree {
         mut accept: impl FnMut(Slot) -> bool,
     ) -> Option<Match<'p>> {
         let chain = Chain::new(self, pin, chain);
-        let takes = |word| chain.holders(word).any(&mut accept);
-        let (blocks, word) = chain.deepest(chain.hashes.len(), takes)?;
-        Some(Match {
-            blocks,
-            word,
-            newest: chain.newest(blocks),
-            pin: PhantomData,
-        })
+        chain.deepest_match(pin, |word| chain.holders(word).any(&mut accept))
+    }
+
+    /// Deepest block held by one worker; cheaper than [`Tree::find`] where blocks have many holders.
+    #[must_use]
+    pub fn find_held_by<'p>(
+        &self,
+        pin: &'p Pin<'_>,
+        chain: &[PrefixHash],
+        slot: Slot,
+    ) -> Option<Match<'p>> {
+        let chain = Chain::new(self, pin, chain);
+        chain.deepest_match(pin, |word| chain.holders(word).has(slot))
     }
 
     /// Every level at which a further accepted worker appears, deepest first, at most `level_max` levels: pairs (worker,

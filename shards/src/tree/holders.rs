@@ -54,6 +54,22 @@ impl Slots<'_> {
     }
 }
 
+impl Slots<'_> {
+    /// Whether a slot is among them; asked before any was taken.
+    #[inline]
+    pub(super) fn has(mut self, slot: Slot) -> bool {
+        match &self {
+            Self::Inline(_) => self.any(|held| held == slot),
+            Self::List(list) => list.as_slice().binary_search(&slot.0).is_ok(),
+            Self::Bitmap { words, .. } => {
+                let word = words.get(slot.index() / 64);
+                // ORDERING: Relaxed; a bit says "this slot" and publishes nothing else (H1).
+                word.is_some_and(|bits| bits.load(Ordering::Relaxed) >> (slot.0 % 64) & 1 == 1)
+            }
+        }
+    }
+}
+
 impl Iterator for Slots<'_> {
     type Item = Slot;
 

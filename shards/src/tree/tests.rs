@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use super::segment::{SEGMENT_BYTES, SEGMENT_ENTRIES};
 use super::{Lesson, Shard, Tree, TreeLimits, split_by_owner, tree};
 use crate::epoch::{Domain, Pin, Reader};
-use crate::ids::{PrefixHash, Slot};
+use crate::ids::{PrefixHash, SLOT_COUNT_MAX, Slot};
 use crate::testing::Random;
 
 /// A tree with its owners, all on this thread.
@@ -136,6 +136,19 @@ impl Twin {
 fn check_lookups(rig: &mut Rig, twin: &Twin, chain: &[PrefixHash], accept: impl Fn(u16) -> bool) {
     let pin = rig.reader.pin();
     let found = rig.tree.find(&pin, chain, |slot| accept(slot.0));
+    for slot in (0..8).map(Slot) {
+        let held = rig.tree.find_held_by(&pin, chain, slot).map(|f| f.blocks);
+        let known = twin
+            .find(chain, |holder| holder == slot.0)
+            .map(|(blocks, _)| blocks);
+        assert_eq!(held, known, "{slot:?}");
+    }
+    if let Some(found) = &found {
+        let holders: BTreeSet<Slot> = found.holders().collect();
+        for slot in (0..SLOT_COUNT_MAX as u16).map(Slot) {
+            assert_eq!(found.is_held_by(slot), holders.contains(&slot), "{slot:?}");
+        }
+    }
     let found = found.map(|f| (f.blocks, f.holders().map(|slot| slot.0).collect::<Vec<_>>()));
     assert_eq!(found, twin.find(chain, &accept));
     let known = twin.find(chain, |_| true).map_or(0, |(depth, _)| depth);
