@@ -13,13 +13,35 @@ use crossbeam::queue::SegQueue;
 use shards::{Books, Counter, Domain, Doorbell, Histogram, Published, Slot, Tree, WorkerId};
 
 use crate::config::Config;
-use crate::route::{Candidates, Reason};
+use crate::route::{Candidates, Reason, Role};
+
+/// What the KV connectors need to know of a worker, beyond where it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KvFacts {
+    /// Mooncake: where decode workers find a prefill worker's blocks, `http://host:port`.
+    pub bootstrap_address: Option<Arc<str>>,
+    /// Mooncake: the engine's id, asked of the bootstrap address; none while not known.
+    pub engine_id: Option<Arc<str>>,
+    /// `host:port` as it stands in the request id of both legs (P2P-NCCL finds its peer there): the address of the
+    /// engine's own ZMQ socket if it registered one, else the worker's.
+    pub peer_address: Arc<str>,
+    /// Data-parallel ranks of the engine, at least 1.
+    pub dp_size: u32,
+    /// Tensor-parallel ranks of the engine, at least 1.
+    pub tp_size: u32,
+}
 
 /// One worker as the cores see it. Immutable: a change makes a new [`Fleet`].
 #[derive(Clone, Debug)]
 pub struct Worker {
     /// Slot in the books, and which life of the worker this is.
     pub id: WorkerId,
+    /// What it does.
+    pub role: Role,
+    /// Which data-parallel rank of its engine this is: goes out as `X-data-parallel-rank`. None: the engine chooses.
+    pub rank: Option<u32>,
+    /// For P/D.
+    pub kv: Arc<KvFacts>,
     /// As the operator wrote it, without a trailing slash; the label in metrics and the key of the admin API.
     pub url: Arc<str>,
     /// Where to connect; resolved by the control thread.
@@ -32,19 +54,44 @@ pub struct Worker {
     pub models: Vec<Arc<str>>,
 }
 
+/// The workers of one role that may get new requests (healthy, not draining).
+#[derive(Debug, Default)]
+pub struct Pool {
+    /// Their slots, in no order that means anything.
+    pub any: Candidates,
+    /// Slots by model. A worker of unknown models stands in every list.
+    pub by_model: AHashMap<Arc<str>, Candidates>,
+    /// Slots of workers whose models are not known.
+    pub of_unknown_models: Candidates,
+}
+
+impl Pool {
+    fn new(workers: &[&Worker], known_models: &ahash::AHashSet<Arc<str>>) -> Pool {
+        let slots_of = |serves: &dyn Fn(&Worker) -> bool| -> Candidates {
+            let serving = workers.iter().filter(|w| w.models.is_empty() || serves(w));
+            serving.map(|w| w.id.slot).collect()
+        };
+        let by_model = known_models.iter().map(|model| {
+            let serving = slots_of(&|w: &Worker| w.models.contains(model));
+            (model.clone(), serving)
+        });
+        Pool {
+            any: slots_of(&|_| true),
+            by_model: by_model.collect(),
+            of_unknown_models: slots_of(&|_| false),
+        }
+    }
+}
+
 /// The fleet at one moment: published by the control thread, read by the cores.
 #[derive(Debug, Default)]
 pub struct Fleet {
-    /// Workers that may get new requests (healthy, not draining), in no order that means anything.
+    /// Workers that may get new requests, of all roles.
     pub eligible: Vec<Worker>,
     /// Index into `eligible` by slot.
     pub index_of: AHashMap<Slot, u16>,
-    /// Slots of all eligible workers, in the order of `eligible`.
-    pub any: Candidates,
-    /// Slots of the eligible workers by model. A worker of unknown models stands in every list.
-    pub by_model: AHashMap<Arc<str>, Candidates>,
-    /// Slots of eligible workers whose models are not known.
-    pub of_unknown_models: Candidates,
+    /// The same by role, in the order of [`Role::ALL`].
+    pub pools: [Pool; 3],
     /// Every model known to be served by some worker, healthy or not: asking for it is 503 at worst, never 404.
     pub known_models: ahash::AHashSet<Arc<str>>,
     /// Workers registered, whatever their state.
@@ -58,33 +105,27 @@ impl Fleet {
         known_models: ahash::AHashSet<Arc<str>>,
         registered_count: usize,
     ) -> Fleet {
-        let any: Candidates = eligible.iter().map(|w| w.id.slot).collect();
         let index_of = eligible
             .iter()
             .enumerate()
             .map(|(i, w)| (w.id.slot, i as u16))
             .collect();
-        let of_unknown_models = eligible
-            .iter()
-            .filter(|w| w.models.is_empty())
-            .map(|w| w.id.slot)
-            .collect();
-        let mut by_model: AHashMap<Arc<str>, Candidates> = AHashMap::new();
-        for model in &known_models {
-            let serving = eligible
-                .iter()
-                .filter(|w| w.models.is_empty() || w.models.contains(model));
-            by_model.insert(model.clone(), serving.map(|w| w.id.slot).collect());
-        }
+        let pools = Role::ALL.map(|role| {
+            let workers: Vec<&Worker> = eligible.iter().filter(|w| w.role == role).collect();
+            Pool::new(&workers, &known_models)
+        });
         Fleet {
             eligible,
             index_of,
-            any,
-            by_model,
-            of_unknown_models,
+            pools,
             known_models,
             registered_count,
         }
+    }
+
+    /// The eligible workers of a role.
+    pub fn pool(&self, role: Role) -> &Pool {
+        &self.pools[role as usize]
     }
 
     /// The eligible worker in a slot.

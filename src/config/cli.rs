@@ -8,6 +8,7 @@ use clap::builder::{BoolishValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, value_parser};
 
 use super::parse;
+use super::pd::Connector;
 use crate::route::PolicyKind;
 
 const AFTER_HELP: &str = "Every flag can also be set by environment: CORELANE_ and the flag's name in capitals, \
@@ -55,6 +56,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub policy: PolicyArgs,
     #[command(flatten)]
+    pub pd: PdArgs,
+    #[command(flatten)]
     pub reliability: ReliabilityArgs,
     #[command(flatten)]
     pub health: HealthArgs,
@@ -92,6 +95,12 @@ pub struct ListenerArgs {
     #[arg(long, num_args = 0.., value_name = "URL")]
     #[arg(env = "CORELANE_WORKER_URLS", hide_env = true)]
     pub worker_urls: Vec<String>,
+    /// Data-parallel ranks of each worker: N > 1 makes N workers of each URL, and the rank goes out as
+    /// X-data-parallel-rank
+    #[arg(long, default_value_t = 1, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(1..=1024), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_INTRA_NODE_DATA_PARALLEL_SIZE", hide_env = true)]
+    pub intra_node_data_parallel_size: u32,
     /// How long a worker that was added while running may take to become ready before it is dropped again
     #[arg(long, default_value_t = 600, value_name = "SECONDS")]
     #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
@@ -178,6 +187,103 @@ pub struct PolicyArgs {
         allow_negative_numbers = true
     )]
     pub prefix_hash_seed: u64,
+}
+
+/// Prefill and decode on different workers.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Prefill/decode disaggregation")]
+#[allow(missing_docs, reason = "the comments of fields are the help texts")]
+pub struct PdArgs {
+    /// Send each generating request to a prefill worker, then to a decode worker that fetches its KV blocks
+    #[arg(long)]
+    #[arg(value_parser = BoolishValueParser::new())]
+    #[arg(env = "CORELANE_VLLM_PD_DISAGGREGATION", hide_env = true)]
+    pub vllm_pd_disaggregation: bool,
+    /// Prefill workers, each URL followed by its Mooncake bootstrap port or none; may be repeated
+    #[arg(long, num_args = 0.., value_names = ["URL [PORT|none]"])]
+    #[arg(env = "CORELANE_PREFILL", hide_env = true)]
+    pub prefill: Vec<String>,
+    /// Decode workers; may be repeated
+    #[arg(long, num_args = 0.., value_name = "URL")]
+    #[arg(env = "CORELANE_DECODE", hide_env = true)]
+    pub decode: Vec<String>,
+    /// How a prefill worker is chosen (default: --policy)
+    #[arg(long, value_name = "NAME")]
+    #[arg(value_parser = policy_parser())]
+    #[arg(env = "CORELANE_PREFILL_POLICY", hide_env = true)]
+    pub prefill_policy: Option<PolicyKind>,
+    /// How a decode worker is chosen (default: --policy)
+    #[arg(long, value_name = "NAME")]
+    #[arg(value_parser = policy_parser())]
+    #[arg(env = "CORELANE_DECODE_POLICY", hide_env = true)]
+    pub decode_policy: Option<PolicyKind>,
+    /// --cache-threshold of the prefill workers
+    #[arg(long, value_name = "RATIO")]
+    #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_PREFILL_CACHE_THRESHOLD", hide_env = true)]
+    pub prefill_cache_threshold: Option<f64>,
+    /// --balance-abs-threshold of the prefill workers
+    #[arg(long, value_name = "REQUESTS", allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_PREFILL_BALANCE_ABS_THRESHOLD", hide_env = true)]
+    pub prefill_balance_abs_threshold: Option<u32>,
+    /// --balance-rel-threshold of the prefill workers
+    #[arg(long, value_name = "FACTOR")]
+    #[arg(value_parser = parse::factor, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_PREFILL_BALANCE_REL_THRESHOLD", hide_env = true)]
+    pub prefill_balance_rel_threshold: Option<f64>,
+    /// --common-prefix-threshold of the prefill workers
+    #[arg(long, value_name = "RATIO")]
+    #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_PREFILL_COMMON_PREFIX_THRESHOLD", hide_env = true)]
+    pub prefill_common_prefix_threshold: Option<f64>,
+    /// --cache-threshold of the decode workers
+    #[arg(long, value_name = "RATIO")]
+    #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_DECODE_CACHE_THRESHOLD", hide_env = true)]
+    pub decode_cache_threshold: Option<f64>,
+    /// --balance-abs-threshold of the decode workers
+    #[arg(long, value_name = "REQUESTS", allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_DECODE_BALANCE_ABS_THRESHOLD", hide_env = true)]
+    pub decode_balance_abs_threshold: Option<u32>,
+    /// --balance-rel-threshold of the decode workers
+    #[arg(long, value_name = "FACTOR")]
+    #[arg(value_parser = parse::factor, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_DECODE_BALANCE_REL_THRESHOLD", hide_env = true)]
+    pub decode_balance_rel_threshold: Option<f64>,
+    /// --common-prefix-threshold of the decode workers
+    #[arg(long, value_name = "RATIO")]
+    #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_DECODE_COMMON_PREFIX_THRESHOLD", hide_env = true)]
+    pub decode_common_prefix_threshold: Option<f64>,
+    /// How the engines hand KV blocks over
+    #[arg(long, default_value = "nixl", value_name = "NAME")]
+    #[arg(value_parser = connector_parser())]
+    #[arg(env = "CORELANE_KV_CONNECTOR", hide_env = true)]
+    pub kv_connector: Connector,
+    /// host:port on which engines register themselves by ZMQ, instead of or besides --prefill and --decode
+    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(env = "CORELANE_VLLM_DISCOVERY_ADDRESS", hide_env = true)]
+    pub vllm_discovery_address: Option<String>,
+    /// When a prefill worker answers without transfer parameters: fail the request (502), or let the decode worker
+    /// compute the prompt again; both are counted
+    #[arg(long, default_value = "error", value_name = "WHAT")]
+    #[arg(value_parser = ["error", "decode"])]
+    #[arg(env = "CORELANE_PD_MISSING_TRANSFER", hide_env = true)]
+    pub pd_missing_transfer: String,
+    /// Transfer parameters older than this are not used for another decode worker; keep it below the engines' lease
+    #[arg(long, default_value_t = 20, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=3600), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_PD_HANDOVER_AGE_MAX_SECS", hide_env = true)]
+    pub pd_handover_age_max_secs: u64,
+    /// Time for a decode worker to fetch, and so free, the blocks of a request whose client has left
+    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=3600), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_PD_RELEASE_TIMEOUT_SECS", hide_env = true)]
+    pub pd_release_timeout_secs: u64,
+    /// Skip the prefill worker when the chosen decode worker lacks fewer bytes of the prompt than this (0: never)
+    #[arg(long, default_value_t = 0, value_name = "BYTES")]
+    #[arg(env = "CORELANE_PD_SKIP_PREFILL_BELOW", hide_env = true)]
+    pub pd_skip_prefill_below: u64,
 }
 
 /// Retries and time limits.
@@ -395,6 +501,15 @@ pub struct MachineArgs {
         value_delimiter = ','
     )]
     pub io_uring_without: Vec<String>,
+}
+
+fn connector_parser() -> impl TypedValueParser<Value = Connector> {
+    PossibleValuesParser::new(Connector::ALL.map(Connector::name)).map(|name| {
+        Connector::ALL
+            .into_iter()
+            .find(|kind| kind.name() == name)
+            .expect("a listed name")
+    })
 }
 
 fn policy_parser() -> impl TypedValueParser<Value = PolicyKind> {

@@ -7,6 +7,7 @@
 mod cli;
 mod machine;
 mod parse;
+mod pd;
 mod worker_url;
 
 use std::fmt;
@@ -17,13 +18,14 @@ use std::time::Duration;
 use clap::Parser;
 
 pub use cli::{
-    Cli, Command, HealthArgs, LimitArgs, ListenerArgs, MachineArgs, ObservabilityArgs, PolicyArgs,
-    ReliabilityArgs, ServeArgs,
+    Cli, Command, HealthArgs, LimitArgs, ListenerArgs, MachineArgs, ObservabilityArgs, PdArgs,
+    PolicyArgs, ReliabilityArgs, ServeArgs,
 };
 pub use machine::{Limit, connections_of, cpu_count, descriptor_limits, limit};
+pub use pd::{BOOTSTRAP_PORT, Connector, PdConfig, WorkerSpec};
 pub use worker_url::{WorkerUrl, WorkerUrlError};
 
-use crate::route::{PolicyKind, Settings};
+use crate::route::{Role, Settings};
 
 /// Most workers that can be registered at a time; half of the books' slots, so that as many old incarnations may drain.
 pub const WORKER_COUNT_MAX: usize = shards::SLOT_COUNT_MAX / 2;
@@ -123,7 +125,9 @@ pub struct Config {
     /// Where Prometheus scrapes.
     pub metrics_listen: SocketAddr,
     /// Workers known from the start, no two the same.
-    pub workers: Vec<WorkerUrl>,
+    pub workers: Vec<WorkerSpec>,
+    /// Data-parallel ranks of each of them, at least 1.
+    pub data_parallel_size: u32,
     /// How long an added worker may take to become ready.
     pub worker_startup_timeout: Duration,
     /// Pause between probes of a worker that was never ready.
@@ -131,8 +135,10 @@ pub struct Config {
     /// Bearer key towards workers.
     pub api_key: Option<Secret>,
 
-    /// Policy and thresholds.
+    /// Policy and thresholds of regular workers; those of the roles are in `pd`.
     pub settings: Settings,
+    /// Prefill/decode disaggregation, if it is on.
+    pub pd: Option<PdConfig>,
     /// Prompt bytes remembered per worker.
     pub tree_bytes_per_worker_max: u64,
     /// Memory of the prefix tree, all shards together, in bytes.
@@ -222,14 +228,23 @@ impl Config {
         let ServeArgs {
             listener,
             policy,
+            pd,
             reliability,
             health,
             limits,
             observability,
             machine,
         } = cli.serve;
-        let workers = workers(&listener.worker_urls)?;
-        check_policy(policy.policy, workers.len())?;
+        let settings = Settings {
+            policy: policy.policy,
+            cache_threshold: policy.cache_threshold,
+            balance_abs_threshold: policy.balance_abs_threshold,
+            balance_rel_threshold: policy.balance_rel_threshold,
+            common_prefix_threshold: policy.common_prefix_threshold,
+        };
+        let workers = pd::workers(&listener.worker_urls, &pd)?;
+        let pd = PdConfig::from_args(&pd, settings)?;
+        pd::check_policies(&settings, pd.as_ref(), &workers)?;
         if let Some(Err(reason)) = listener.api_key.as_ref().map(parse::check_key) {
             return Err(ConfigError {
                 flag: "api-key",
@@ -246,16 +261,12 @@ impl Config {
                 observability.prometheus_port,
             )?,
             workers,
+            data_parallel_size: listener.intra_node_data_parallel_size,
             worker_startup_timeout: secs(listener.worker_startup_timeout_secs),
             worker_startup_check_interval: secs(listener.worker_startup_check_interval),
             api_key: listener.api_key,
-            settings: Settings {
-                policy: policy.policy,
-                cache_threshold: policy.cache_threshold,
-                balance_abs_threshold: policy.balance_abs_threshold,
-                balance_rel_threshold: policy.balance_rel_threshold,
-                common_prefix_threshold: policy.common_prefix_threshold,
-            },
+            settings,
+            pd,
             tree_bytes_per_worker_max: policy.max_tree_size,
             prefix_memory_bytes_max: size("prefix-memory-bytes", policy.prefix_memory_bytes)?,
             prefix_hash_seed: policy.prefix_hash_seed,
@@ -300,8 +311,24 @@ impl Config {
         })
     }
 
+    /// Policy and thresholds of the workers of a role.
+    pub fn settings_of(&self, role: Role) -> &Settings {
+        match &self.pd {
+            Some(pd) => pd.settings(role),
+            None => &self.settings,
+        }
+    }
+
     /// The effective settings for operators. Listed one by one, so that nothing secret slips in.
     pub fn public_json(&self) -> serde_json::Value {
+        let mut shown = self.general_json();
+        if let (Some(pd), Some(shown)) = (&self.pd, shown.as_object_mut()) {
+            shown.insert("pd".to_owned(), pd.public_json());
+        }
+        shown
+    }
+
+    fn general_json(&self) -> serde_json::Value {
         let settings = &self.settings;
         serde_json::json!({
             "listen": self.listen.to_string(),
@@ -360,48 +387,6 @@ impl Config {
         let cli = Cli::try_parse_from(line).expect("the defaults parse");
         Config::from_cli(cli).expect("the defaults are in range")
     }
-}
-
-fn workers(texts: &[String]) -> Result<Vec<WorkerUrl>, ConfigError> {
-    let flag = "worker-urls";
-    let mut workers: Vec<WorkerUrl> = Vec::new();
-    // The environment gives one text for all; the same spelling is welcome on the command line.
-    for text in texts
-        .iter()
-        .flat_map(|text| text.split([',', ' ', '\t', '\n']))
-        .filter(|text| !text.is_empty())
-    {
-        let url = WorkerUrl::parse(text).map_err(|error| ConfigError {
-            flag,
-            reason: error.to_string(),
-        })?;
-        if workers.contains(&url) {
-            return Err(ConfigError {
-                flag,
-                reason: format!("worker URL '{text}' is listed twice"),
-            });
-        }
-        workers.push(url);
-    }
-    if workers.len() > WORKER_COUNT_MAX {
-        return Err(ConfigError {
-            flag,
-            reason: format!("at most {WORKER_COUNT_MAX} workers"),
-        });
-    }
-    Ok(workers)
-}
-
-// vllm-router's rule. No worker at all is fine: they are added later.
-fn check_policy(policy: PolicyKind, worker_count: usize) -> Result<(), ConfigError> {
-    if policy == PolicyKind::PowerOfTwo && worker_count == 1 {
-        let reason = "power_of_two needs at least 2 workers, --worker-urls names 1".to_owned();
-        return Err(ConfigError {
-            flag: "policy",
-            reason,
-        });
-    }
-    Ok(())
 }
 
 fn retry(args: &ReliabilityArgs) -> Result<RetryConfig, ConfigError> {

@@ -4,6 +4,7 @@ use clap::CommandFactory;
 use clap::error::ErrorKind;
 
 use super::*;
+use crate::route::PolicyKind;
 
 fn parse(args: &str) -> Result<Config, String> {
     let line = std::iter::once("corelane").chain(args.split_whitespace());
@@ -77,7 +78,7 @@ fn bare_flags_serve_as_vllm_router_does() {
     let config =
         parse("--worker-urls http://a:1 http://b:2/ --port 1 --worker-urls http://c:3,http://d:4")
             .unwrap();
-    let texts: Vec<&str> = config.workers.iter().map(|w| &**w.text()).collect();
+    let texts: Vec<&str> = config.workers.iter().map(|w| &**w.url.text()).collect();
     assert_eq!(
         texts,
         ["http://a:1", "http://b:2", "http://c:3", "http://d:4"]
@@ -236,4 +237,83 @@ fn the_configuration_for_tests_binds_to_free_ports() {
         ),
         (0, 0, 1)
     );
+}
+
+fn pd(line: &[&str]) -> Result<Config, String> {
+    let line = [&["--vllm-pd-disaggregation"], line].concat();
+    parse(&line.join(" "))
+}
+
+#[test]
+fn prefill_and_decode_workers_are_read_as_vllm_router_reads_them() {
+    let config = pd(&[
+        "--prefill http://p1:8000 9000 --prefill http://p2:8000 none http://p3:8000",
+        "--decode http://d1:8001 http://d2:8001 --decode http://[::1]:8002",
+    ])
+    .unwrap();
+    let workers: Vec<(&str, Role, Option<u16>)> = config
+        .workers
+        .iter()
+        .map(|w| (&**w.url.text(), w.role, w.bootstrap_port))
+        .collect();
+    let (p, d) = (Role::Prefill, Role::Decode);
+    assert_eq!(
+        workers,
+        [
+            ("http://p1:8000", p, Some(9000)),
+            ("http://p2:8000", p, None),
+            ("http://p3:8000", p, None),
+            ("http://d1:8001", d, None),
+            ("http://d2:8001", d, None),
+            ("http://[::1]:8002", d, None),
+        ]
+    );
+    assert_eq!(config.pd.unwrap().connector, Connector::Nixl);
+}
+
+#[test]
+fn what_cannot_be_in_pd_is_refused_with_its_flag() {
+    let refused = |line: &str, flag: &str| {
+        let error = parse(line).unwrap_err();
+        assert!(error.contains(&format!("'--{flag}'")), "{line}: {error}");
+    };
+    refused("--prefill http://p:1", "prefill");
+    refused("--decode http://d:1", "decode");
+    let pd = "--vllm-pd-disaggregation";
+    refused(&format!("{pd} --prefill 9000 http://p:1"), "prefill");
+    refused(&format!("{pd} --prefill http://p:1 99999"), "prefill");
+    refused(
+        &format!("{pd} --prefill http://p:1 --decode http://p:1"),
+        "decode",
+    );
+    refused(&format!("{pd} --worker-urls http://w:1"), "worker-urls");
+    let lonely = "--decode http://d:1 --decode-policy power_of_two";
+    refused(&format!("{pd} {lonely}"), "decode-policy");
+}
+
+#[test]
+fn a_threshold_of_a_role_holds_also_when_its_policy_falls_back_to_that_of_all() {
+    let config = pd(&[
+        "--policy cache_aware --decode-policy round_robin --balance-abs-threshold 10",
+        "--prefill-balance-abs-threshold 3 --prefill-cache-threshold 0.5",
+        "--decode-balance-rel-threshold 2.5",
+    ])
+    .unwrap();
+    let prefill = config.settings_of(Role::Prefill);
+    assert_eq!(prefill.policy, PolicyKind::CacheAware);
+    assert_eq!(prefill.balance_abs_threshold, 3);
+    assert_eq!(
+        (prefill.cache_threshold, prefill.balance_rel_threshold),
+        (0.5, 1.5)
+    );
+    let decode = config.settings_of(Role::Decode);
+    assert_eq!(decode.policy, PolicyKind::RoundRobin);
+    assert_eq!(decode.balance_abs_threshold, 10);
+    assert_eq!(
+        (decode.cache_threshold, decode.balance_rel_threshold),
+        (0.3, 2.5)
+    );
+    let shown = config.public_json();
+    assert_eq!(shown["pd"]["prefill"]["balance_abs_threshold"], 3);
+    assert_eq!(shown["pd"]["decode"]["policy"], "round_robin");
 }

@@ -128,6 +128,24 @@ impl WorkerUrl {
         &self.authority
     }
 
+    /// `host:port`, an IPv6 address in brackets, the port always there.
+    pub fn host_and_port(&self) -> String {
+        self.host_with(self.port)
+    }
+
+    /// Another port of the same host: `http://host:port`.
+    pub fn on_port(&self, port: u16) -> String {
+        format!("http://{}", self.host_with(port))
+    }
+
+    fn host_with(&self, port: u16) -> String {
+        if self.host.contains(':') {
+            format!("[{}]:{port}", self.host)
+        } else {
+            format!("{}:{port}", self.host)
+        }
+    }
+
     /// `""`, or `/prefix` without a trailing slash.
     pub fn path_prefix(&self) -> &Arc<str> {
         &self.path_prefix

@@ -24,7 +24,8 @@ use std::time::Duration;
 use shards::{Load, Publisher};
 use tokio::sync::{mpsc, watch as latest};
 
-use crate::config::WorkerUrl;
+use crate::config::{WorkerSpec, WorkerUrl};
+use crate::route::Role;
 use crate::shared::{AdminRequest, Fleet, Shared};
 use drain::Drain;
 use registry::{AddError, Entry, Registry};
@@ -55,8 +56,14 @@ impl Plane {
     }
 
     /// Registers a worker and starts to probe it. On the control thread only.
-    fn add(self: &Arc<Self>, url: WorkerUrl, was_added: bool) -> Result<registry::Key, AddError> {
-        let key = self.registry().add(url.clone(), was_added)?;
+    fn add(
+        self: &Arc<Self>,
+        worker: impl Into<WorkerSpec>,
+        was_added: bool,
+    ) -> Result<registry::Key, AddError> {
+        let worker = worker.into();
+        let url = worker.url.clone();
+        let key = self.registry().add(worker, was_added)?;
         tokio::spawn(watch::run(self.clone(), key, url));
         self.announce_change();
         Ok(key)
@@ -81,6 +88,8 @@ enum Order {
 pub struct WorkerView {
     /// As registered.
     pub url: Arc<str>,
+    /// What it does.
+    pub role: Role,
     /// `starting`, `ready`, `unhealthy` or `draining`.
     pub state: &'static str,
     /// Where it counts in the books.
@@ -169,8 +178,9 @@ async fn run(
     orders: mpsc::WeakUnboundedSender<Order>,
     metrics_listener: Option<tokio::net::TcpListener>,
 ) {
-    for url in plane.shared.config.workers.clone() {
-        if plane.add(url.clone(), false).is_err() {
+    for worker in plane.shared.config.workers.clone() {
+        let url = worker.url.clone();
+        if plane.add(worker, false).is_err() {
             tracing::error!(worker = %url, "worker not registered: no free slot");
         }
     }
@@ -303,6 +313,7 @@ impl Plane {
                 let load = self.shared.books.load(life.id.slot);
                 views.push(view_of(
                     life.url.text().clone(),
+                    life.role,
                     "draining",
                     life.id,
                     &load,
@@ -325,6 +336,7 @@ impl Plane {
             reason,
             ..view_of(
                 entry.url.text().clone(),
+                entry.role,
                 entry.state(),
                 entry.id,
                 &load,
@@ -336,6 +348,7 @@ impl Plane {
 
 fn view_of(
     url: Arc<str>,
+    role: Role,
     state: &'static str,
     id: shards::WorkerId,
     load: &Load,
@@ -343,6 +356,7 @@ fn view_of(
 ) -> WorkerView {
     WorkerView {
         url,
+        role,
         state,
         id,
         in_flight: load.in_flight,

@@ -17,8 +17,9 @@ use shards::{Publisher, SLOT_COUNT_MAX, Slot, WorkerId};
 use super::health::{Failure, Phase, Tracker, Verdict};
 use super::models::Model;
 use super::totals::Totals;
-use crate::config::{WORKER_COUNT_MAX, WorkerUrl};
-use crate::shared::{Fleet, Shared, ToCore, Worker};
+use crate::config::{BOOTSTRAP_PORT, WORKER_COUNT_MAX, WorkerSpec, WorkerUrl};
+use crate::route::Role;
+use crate::shared::{Fleet, KvFacts, Shared, ToCore, Worker};
 
 /// Names one registration; the same URL added again is another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +32,10 @@ pub struct Entry {
     pub key: Key,
     /// Where.
     pub url: WorkerUrl,
+    /// What it does.
+    pub role: Role,
+    /// For the KV connectors.
+    pub kv: Arc<KvFacts>,
     /// The slot of its present life.
     pub id: WorkerId,
     /// Where it answered last; none before the first good probe.
@@ -73,6 +78,8 @@ impl Entry {
 pub struct Retiring {
     /// Its worker.
     pub url: WorkerUrl,
+    /// What it did.
+    pub role: Role,
     /// Its slot, closed.
     pub id: WorkerId,
     base: Totals,
@@ -164,7 +171,12 @@ impl Registry {
     }
 
     /// Registers a worker; it gets requests after its first good probe.
-    pub fn add(&mut self, url: WorkerUrl, was_added: bool) -> Result<Key, AddError> {
+    pub fn add(&mut self, worker: impl Into<WorkerSpec>, was_added: bool) -> Result<Key, AddError> {
+        let WorkerSpec {
+            url,
+            role,
+            bootstrap_port,
+        } = worker.into();
         if self.find(&url).is_some() {
             return Err(AddError::Exists);
         }
@@ -174,8 +186,18 @@ impl Registry {
         let id = self.open_slot().ok_or(AddError::Full)?;
         let key = Key(self.next_key);
         self.next_key += 1;
+        let bootstrap_port = bootstrap_port.unwrap_or(BOOTSTRAP_PORT);
         self.entries.push(Entry {
             key,
+            role,
+            kv: Arc::new(KvFacts {
+                bootstrap_address: (role == Role::Prefill)
+                    .then(|| url.on_port(bootstrap_port).into()),
+                engine_id: None,
+                peer_address: url.host_and_port().into(),
+                dp_size: 1,
+                tp_size: 1,
+            }),
             url,
             id,
             address: None,
@@ -201,7 +223,7 @@ impl Registry {
         self.publish();
         let in_flight_count = self.shared.books.in_flight(entry.id.slot);
         tracing::info!(worker = %entry.url, in_flight_count, "worker removed: draining");
-        self.retire(entry.url, entry.id, entry.base);
+        self.retire(entry.url, entry.role, entry.id, entry.base);
         true
     }
 
@@ -310,10 +332,11 @@ impl Registry {
         None
     }
 
-    fn retire(&mut self, url: WorkerUrl, id: WorkerId, base: Totals) {
+    fn retire(&mut self, url: WorkerUrl, role: Role, id: WorkerId, base: Totals) {
         self.shared.books.close(id);
         self.retiring.push(Retiring {
             url,
+            role,
             id,
             base,
             forgotten: Vec::new(),
@@ -332,10 +355,10 @@ impl Registry {
             std::mem::replace(&mut entry.id, id),
             std::mem::replace(&mut entry.base, base),
         );
-        let url = entry.url.clone();
+        let (url, role) = (entry.url.clone(), entry.role);
         // The order of `remove`: readers learn of the new slot before the old one closes.
         self.publish();
-        self.retire(url, old_id, old_base);
+        self.retire(url, role, old_id, old_base);
     }
 
     fn free_life(&mut self, life: Retiring) {
@@ -379,6 +402,9 @@ impl Registry {
 fn worker_of(entry: &Entry) -> Option<Worker> {
     Some(Worker {
         id: entry.id,
+        role: entry.role,
+        rank: None,
+        kv: entry.kv.clone(),
         url: entry.url.text().clone(),
         address: entry.address?,
         authority: entry.url.authority().clone(),

@@ -25,7 +25,7 @@ fn rig(workers: &[&FakeWorker], change: impl FnOnce(&mut Config)) -> Rig {
     let mut config = config();
     config.workers = workers
         .iter()
-        .map(|worker| WorkerUrl::parse(&worker.url()).unwrap())
+        .map(|worker| WorkerUrl::parse(&worker.url()).unwrap().into())
         .collect();
     change(&mut config);
     let mut parts = parts(config, 2, 256);

@@ -9,7 +9,7 @@ use super::table::{Up, Use, Wire};
 use crate::config::Config;
 use crate::exchange::{Ask, Dial, NoSeat, Record, Seat, World, message_start};
 use crate::ring::{Lease, Token};
-use crate::route::{self, Candidates, PolicyKind, TreePrefixes};
+use crate::route::{self, Candidates, PolicyKind, Role, TreePrefixes};
 use crate::shared::{AdminRequest, Fleet, Outcome, Route};
 
 /// What is true for one turn of the loop.
@@ -227,10 +227,7 @@ impl World for Hands<'_, '_> {
     fn choose(&mut self, ask: Ask<'_>) -> Result<Seat, NoSeat> {
         let began = self.clock_ns();
         let fleet = self.turn.fleet;
-        let candidates = candidates(fleet, ask.model)?;
-        if candidates.is_empty() {
-            return Err(NoSeat::NoneEligible);
-        }
+        let candidates = candidates(fleet, Role::Regular, ask.model)?;
         let core = &mut *self.core;
         core.chain.clear();
         let mut length = None;
@@ -417,17 +414,24 @@ impl World for Hands<'_, '_> {
 }
 
 /// Who may get a request for a model.
-fn candidates<'f>(fleet: &'f Fleet, model: Option<&str>) -> Result<&'f Candidates, NoSeat> {
-    let Some(model) = model else {
-        return Ok(&fleet.any);
-    };
-    match fleet.by_model.get(model) {
-        Some(candidates) => Ok(candidates),
+fn candidates<'f>(
+    fleet: &'f Fleet,
+    role: Role,
+    model: Option<&str>,
+) -> Result<&'f Candidates, NoSeat> {
+    let pool = fleet.pool(role);
+    let candidates = match model.map(|model| pool.by_model.get(model)) {
+        None => &pool.any,
+        Some(Some(candidates)) => candidates,
         // A worker that does not say what it serves may serve this.
-        None if !fleet.of_unknown_models.is_empty() => Ok(&fleet.of_unknown_models),
-        None if fleet.known_models.is_empty() => Ok(&fleet.any),
-        None => Err(NoSeat::UnknownModel),
+        Some(None) if !pool.of_unknown_models.is_empty() => &pool.of_unknown_models,
+        Some(None) if fleet.known_models.is_empty() => &pool.any,
+        Some(None) => return Err(NoSeat::UnknownModel),
+    };
+    if candidates.is_empty() {
+        return Err(NoSeat::NoneEligible);
     }
+    Ok(candidates)
 }
 
 /// How long a turn may sleep.

@@ -18,6 +18,7 @@ mod key;
 mod learn;
 mod policy;
 mod reason;
+mod role;
 mod scan;
 
 pub use candidates::Candidates;
@@ -30,4 +31,5 @@ pub use policy::{
     Decision, Found, Loads, PolicyKind, Prefixes, Rng, Settings, TreePrefixes, Turn, decide,
 };
 pub use reason::Reason;
+pub use role::Role;
 pub use scan::{DEPTH_MAX, Field, Fields, ScanError, as_str, is_true, scan};

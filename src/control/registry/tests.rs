@@ -5,6 +5,7 @@ use shards::LoadGuard;
 use super::super::testing::{Parts, Told, config, parts, pump};
 use super::*;
 use crate::control::models;
+use crate::route::Role;
 
 const ADDRESS: &str = "10.0.0.1:8000";
 
@@ -277,15 +278,18 @@ fn the_fleet_tells_models_of_all_and_candidates_of_the_ready() {
     let slots = [rig.id(b).slot, rig.id(c).slot];
     let pin = rig.parts.reader.pin();
     let fleet = rig.parts.shared.fleet.load(&pin);
-    assert_eq!(fleet.any.slots(), slots);
+    assert_eq!(fleet.pool(Role::Regular).any.slots(), slots);
     assert_eq!(fleet.registered_count, 3);
     assert_eq!(
-        fleet.by_model["m1"].slots(),
+        fleet.pool(Role::Regular).by_model["m1"].slots(),
         [slots[1]],
         "only the worker of unknown models is left for m1"
     );
-    assert_eq!(fleet.by_model["m2"].slots(), slots);
-    assert_eq!(fleet.of_unknown_models.slots(), [slots[1]]);
+    assert_eq!(fleet.pool(Role::Regular).by_model["m2"].slots(), slots);
+    assert_eq!(
+        fleet.pool(Role::Regular).of_unknown_models.slots(),
+        [slots[1]]
+    );
     assert!(fleet.known_models.contains("m1"));
     let worker = fleet.worker(slots[0]).unwrap();
     assert_eq!(
