@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ahash::AHashMap;
 use crossbeam::queue::SegQueue;
-use shards::{Books, Counter, Domain, Doorbell, Histogram, Published, Slot, Tree, WorkerId};
+use shards::{Books, Counter, Domain, Doorbell, Gauge, Histogram, Published, Slot, Tree, WorkerId};
 
 use crate::config::Config;
 use crate::route::{Candidates, Reason, Role};
@@ -360,6 +360,68 @@ pub struct WorkerStats {
     pub failures: Counter,
 }
 
+/// Why a request of a P/D fleet was sent whole to a decode worker; the `reason` label, in the order of
+/// [`PdStats::whole`].
+pub const WHOLE_REASONS: [&str; WHOLE_COUNT] = [
+    "several_choices",
+    "beam_search",
+    "prompt_logprobs",
+    "echo",
+    "batch",
+    "embeds",
+];
+
+/// Number of [`WHOLE_REASONS`].
+pub const WHOLE_COUNT: usize = 6;
+
+/// What one core counted of requests that go in two legs. Written by that core only.
+#[derive(Debug)]
+pub struct PdStats {
+    /// Requests that were given a prefill leg, a decode leg, or both.
+    pub requests: Counter,
+    /// Prefill answers of 200 without transfer parameters.
+    pub missing_transfer: Counter,
+    /// Prefill legs that ended with transfer parameters.
+    pub handovers: Counter,
+    /// Hand-overs whose client had left, or whose request failed, before a decode worker got them.
+    pub orphans: Counter,
+    /// Of these, those whose blocks were released.
+    pub orphans_released: Counter,
+    /// Of these, those whose release failed or ran out of time.
+    pub orphans_lost: Counter,
+    /// Age in ns of the oldest orphan whose release still runs, as the core last saw it; 0: none.
+    pub oldest_orphan_ns: Gauge,
+    /// Requests without a prefill leg, because the decode worker lacked too little of the prompt.
+    pub skipped_prefill: Counter,
+    /// Hand-overs too old for another decode worker, or whose prefill worker restarted: a new prefill was made.
+    pub stale_handovers: Counter,
+    /// Requests sent whole to a decode worker, by [`WHOLE_REASONS`].
+    pub whole: [Counter; WHOLE_COUNT],
+    /// Answers whose usage was put right with the prefill worker's numbers.
+    pub usage_fixed: Counter,
+    /// From the end of prefill to the dispatch of decode.
+    pub handover_gap: Histogram<20>,
+}
+
+impl PdStats {
+    fn new() -> PdStats {
+        PdStats {
+            requests: Counter::new(),
+            missing_transfer: Counter::new(),
+            handovers: Counter::new(),
+            orphans: Counter::new(),
+            orphans_released: Counter::new(),
+            orphans_lost: Counter::new(),
+            oldest_orphan_ns: Gauge::new(),
+            skipped_prefill: Counter::new(),
+            stale_handovers: Counter::new(),
+            whole: std::array::from_fn(|_| Counter::new()),
+            usage_fixed: Counter::new(),
+            handover_gap: Histogram::new(&WORK_BOUNDS_NS),
+        }
+    }
+}
+
 /// What one core counts. Written by that core only; the control thread adds the cores up on a scrape.
 #[derive(Debug)]
 pub struct CoreStats {
@@ -397,6 +459,8 @@ pub struct CoreStats {
     pub lessons_dropped: Counter,
     /// Turns of the event loop.
     pub turns: Counter,
+    /// Requests that go in two legs.
+    pub pd: PdStats,
 }
 
 impl CoreStats {
@@ -426,6 +490,7 @@ impl CoreStats {
             malformed: Counter::new(),
             lessons_dropped: Counter::new(),
             turns: Counter::new(),
+            pd: PdStats::new(),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Counters and histograms that one core writes and anyone reads. No read-modify-write: the single writer loads and
+//! Counters, gauges and histograms that one core writes and anyone reads. No read-modify-write: the single writer loads and
 //! stores. A second writer would lose counts (nothing worse), so each core has its own and readers add them up.
 //!
 //! std's atomics in every build: nothing hangs on their order, there is nothing to model.
@@ -21,6 +21,32 @@ impl Counter {
     pub fn add(&self, n: u64) {
         // ORDERING: Relaxed load: only this thread writes it. Relaxed store: a number to show, nothing is published.
         let value = self.0.load(Ordering::Relaxed).wrapping_add(n);
+        self.0.store(value, Ordering::Relaxed);
+    }
+
+    /// The number now.
+    #[must_use]
+    pub fn value(&self) -> u64 {
+        // ORDERING: Relaxed; a number to show.
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// A number that goes up and down. One writer.
+#[derive(Debug, Default)]
+pub struct Gauge(AtomicU64);
+
+impl Gauge {
+    /// Zero.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+
+    /// Replaces the number. The gauge's one writer only.
+    #[inline]
+    pub fn set(&self, value: u64) {
+        // ORDERING: Relaxed; a number to show, nothing is published.
         self.0.store(value, Ordering::Relaxed);
     }
 
@@ -100,6 +126,15 @@ mod tests {
         assert_eq!(COUNTER.value(), 42);
         COUNTER.add(u64::MAX);
         assert_eq!(COUNTER.value(), 41, "wraps");
+    }
+
+    #[test]
+    fn a_gauge_shows_what_was_set_last() {
+        let gauge = Gauge::new();
+        assert_eq!(gauge.value(), 0);
+        gauge.set(7);
+        gauge.set(3);
+        assert_eq!(gauge.value(), 3);
     }
 
     #[test]

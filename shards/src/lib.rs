@@ -9,7 +9,7 @@
 //! | `publish` | a value replaced whole | one publisher | any core |
 //! | `mailbox` | a bounded ring between two cores | its two ends | its two ends |
 //! | `doorbell` | "is the owner asleep?" | owner and senders | senders |
-//! | `counters` | counters, histograms | one core | anyone |
+//! | `counters` | counters, gauges, histograms | one core | anyone |
 //! | `tree` | which worker holds which prefix | each shard its owner | any core |
 //!
 //! # All atomics
@@ -53,7 +53,7 @@ mod sync;
 mod testing;
 mod tree;
 
-pub use counters::{Counter, Histogram, HistogramSnapshot};
+pub use counters::{Counter, Gauge, Histogram, HistogramSnapshot};
 pub use doorbell::Doorbell;
 pub use epoch::{Bin, Domain, Pin, Reader};
 pub use ids::{PrefixHash, SLOT_COUNT_MAX, Slot, WorkerId};
