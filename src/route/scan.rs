@@ -145,15 +145,30 @@ impl ScanError {
 /// # Errors
 /// The first fault by position, except that faults of encoding are found after those of syntax.
 pub fn scan(body: &[u8]) -> Result<Fields, ScanError> {
-    let mut scanner = Scanner {
-        body,
-        bytes_seen: 0,
-    };
     let mut fields = Fields::default();
+    walk(body, |name, member| fields.record(body, name, member.value))?;
+    Ok(fields)
+}
+
+/// One member of an object. Its name is given beside it, without escapes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Member {
+    /// The opening quote of the name.
+    pub(super) start: usize,
+    /// The value; the member ends where it does.
+    pub(super) value: Field,
+}
+
+/// Validates a whole body and shows the members of its object, in their order.
+///
+/// # Errors
+/// As [`scan`]. Members may have been shown by then.
+pub(super) fn walk(body: &[u8], on_member: impl FnMut(&[u8], Member)) -> Result<(), ScanError> {
+    let mut scanner = Scanner::new(body);
     let start = scanner.space(0);
     let (end, is_object) = match scanner.peek(start) {
         None => return Err(ScanError::Empty),
-        Some(b'{') => (scanner.top_object(start, &mut fields)?, true),
+        Some(b'{') => (scanner.object(start, on_member)?, true),
         Some(_) => (scanner.value(start, 0)?, false),
     };
     let end = scanner.space(end);
@@ -164,10 +179,34 @@ pub fn scan(body: &[u8]) -> Result<Fields, ScanError> {
         check_utf8(body)?;
     }
     if is_object {
-        Ok(fields)
+        Ok(())
     } else {
         Err(ScanError::NotAnObject)
     }
+}
+
+/// Shows the members of the object that stands at `at`, white space aside, and gives the offset after its end. For what
+/// a whole [`walk`] has passed already: it looks at nothing behind the object, and at no encoding.
+pub(super) fn members(
+    body: &[u8],
+    at: usize,
+    on_member: impl FnMut(&[u8], Member),
+) -> Result<usize, ScanError> {
+    let mut scanner = Scanner::new(body);
+    let start = scanner.space(at);
+    if scanner.peek(start) != Some(b'{') {
+        return Err(ScanError::NotAnObject);
+    }
+    scanner.object(start, on_member)
+}
+
+/// The first element of an array, and whether another follows; `None` for an empty array, and for what is none.
+pub(super) fn first_element(body: &[u8], array: Field) -> Option<(Field, bool)> {
+    let mut scanner = Scanner::new(body);
+    let start = scanner.space(scanner.expect(array.start, b'[').ok()?);
+    let end = scanner.value(start, 1).ok()?;
+    let has_more = scanner.peek(scanner.space(end)) == Some(b',');
+    Some((Field { start, end }, has_more))
 }
 
 /// Whether the field is there and is the literal `true`.
@@ -265,7 +304,14 @@ struct Scanner<'b> {
     bytes_seen: u64,
 }
 
-impl Scanner<'_> {
+impl<'b> Scanner<'b> {
+    fn new(body: &'b [u8]) -> Scanner<'b> {
+        Scanner {
+            body,
+            bytes_seen: 0,
+        }
+    }
+
     #[inline]
     fn peek(&self, at: usize) -> Option<u8> {
         self.body.get(at).copied()
@@ -306,8 +352,8 @@ impl Scanner<'_> {
         }
     }
 
-    /// `at` is the body's `{`.
-    fn top_object(&mut self, at: usize, fields: &mut Fields) -> Next {
+    /// `at` is the `{`. Its level is counted as the body's own.
+    fn object(&mut self, at: usize, mut on_member: impl FnMut(&[u8], Member)) -> Next {
         let mut at = self.space(at + 1);
         if self.peek(at) == Some(b'}') {
             return Ok(at + 1);
@@ -316,9 +362,13 @@ impl Scanner<'_> {
             let name_start = at + 1;
             let after_name = self.string(self.expect(at, b'"')?)?;
             let start = self.colon(after_name)?;
-            let field = Field {
+            let value = Field {
                 start,
                 end: self.value(start, 1)?,
+            };
+            let member = Member {
+                start: name_start - 1,
+                value,
             };
             let name = &self.body[name_start..after_name - 1];
             if memchr::memchr(b'\\', name).is_some() {
@@ -326,11 +376,11 @@ impl Scanner<'_> {
                 let name = simdutf8::basic::from_utf8(name)
                     .map(unescape)
                     .unwrap_or_default();
-                fields.record(self.body, name.as_bytes(), field);
+                on_member(name.as_bytes(), member);
             } else {
-                fields.record(self.body, name, field);
+                on_member(name, member);
             }
-            at = self.space(field.end);
+            at = self.space(value.end);
             match self.peek(at) {
                 Some(b',') => at = self.space(at + 1),
                 Some(b'}') => return Ok(at + 1),
