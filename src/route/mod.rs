@@ -2,7 +2,8 @@
 //!
 //! Read in the order a request meets it: [`scan`] finds the fields that matter in the JSON body, [`chain`] makes the
 //! prefix hashes of its prompt, [`decide`] chooses among the candidates, and [`lessons`] says what the owners of the
-//! shards should learn of the choice. No I/O, no clock, no randomness of its own: the state that random choices need
+//! shards should learn of the choice. For a request served by a prefill and a decode worker, [`plan`] says whether it can
+//! be, and what differs in the bodies of the two legs. No I/O, no clock, no randomness of its own: the state that random choices need
 //! is one core's [`Turn`], seeded from outside.
 //!
 //! Invariants:
@@ -20,6 +21,7 @@ mod policy;
 mod reason;
 mod role;
 mod scan;
+mod splice;
 
 pub use candidates::Candidates;
 pub use key::{
@@ -33,3 +35,7 @@ pub use policy::{
 pub use reason::Reason;
 pub use role::Role;
 pub use scan::{DEPTH_MAX, Field, Fields, ScanError, as_str, is_true, scan};
+pub use splice::{
+    LegPlan, PrefillAnswer, USAGE_EVENT_BYTES_MAX, UsageFilter, UsageFix, Whole, fix_usage, plan,
+    read_prefill_answer, write_decode, write_prefill, write_release,
+};
