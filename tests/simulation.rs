@@ -12,8 +12,9 @@ use std::rc::Rc;
 
 use common::{Rng, seed};
 use corelane::config::Config;
-use corelane::exchange::{Ask, Dial, NoSeat, Record, Seat, Session, World, message_start};
-use corelane::shared::{AdminReply, AdminRequest, Route};
+use corelane::exchange::{Ask, Dial, NoSeat, PdEvent, Record, Seat, Session, World, message_start};
+use corelane::route::Role;
+use corelane::shared::{AdminReply, AdminRequest, Route, Worker};
 use shards::{Books, LoadGuard, Slot, WorkerId};
 
 const WORKER_COUNT: u16 = 4;
@@ -363,6 +364,20 @@ fn read_answers(mut bytes: &[u8], asks: &[Asked]) -> (Vec<Message>, Vec<u8>) {
 
 // ---- the world ----
 
+fn place(id: WorkerId) -> Worker {
+    Worker {
+        id,
+        role: Role::Regular,
+        rank: None,
+        kv: Default::default(),
+        url: "http://worker.test:8000/prefix".into(),
+        address: ([127, 0, 0, 1], 8000).into(),
+        authority: "worker.test:8000".into(),
+        path_prefix: "/prefix".into(),
+        models: Vec::new(),
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Closed {
     Finished,
@@ -412,6 +427,8 @@ struct Sim {
     deadline_ns: u64,
     books: &'static Books,
     workers: Vec<WorkerId>,
+    /// Where all of them are.
+    place: Rc<Worker>,
     is_draining: bool,
     ids: u64,
     /// What the client has been sent.
@@ -553,17 +570,28 @@ impl World for Sim {
             LoadGuard::acquire(self.books, worker, ask.prompt_bytes).expect("the worker is open");
         self.chosen.push(worker.slot);
         Ok(Seat {
-            slot: worker.slot,
+            id: worker,
+            missing_bytes: None,
             guard,
         })
     }
-    fn worker_address(&self, slot: Slot) -> Option<(&str, &str)> {
+    fn worker(&self, slot: Slot) -> Option<&Worker> {
         // Odd by slot and time, not by the generator: this takes no `&mut self`.
         let dice = (u64::from(slot.0) + self.now_ns + self.dial_count as u64)
             .wrapping_mul(0x9e37_79b9)
             % 100;
-        (dice >= self.odds.gone_from_fleet).then_some(("worker.test:8000", "/prefix"))
+        (dice >= self.odds.gone_from_fleet).then_some(&*self.place)
     }
+    fn random(&mut self) -> u64 {
+        self.rng.below(u64::MAX)
+    }
+    fn adopt(&mut self, _: Session) {
+        panic!("nothing is left behind without P/D");
+    }
+    fn count_pd(&mut self, event: PdEvent) {
+        panic!("{event:?} without P/D");
+    }
+    fn record_handover_gap(&mut self, _: u64) {}
     fn dial(&mut self, slot: Slot, fresh: bool) -> Dial {
         assert!(self.leg.is_none(), "one leg at a time");
         assert_eq!(self.closed, None, "a leg for a client that is gone");
@@ -771,6 +799,7 @@ impl Case {
             deadline_ns: u64::MAX,
             books,
             workers: workers.to_vec(),
+            place: Rc::new(place(workers[0])),
             is_draining: false,
             ids: 0,
             out: Vec::new(),

@@ -7,10 +7,10 @@ use shards::{LoadGuard, Pin, Slot};
 use super::Core;
 use super::table::{Up, Use, Wire};
 use crate::config::Config;
-use crate::exchange::{Ask, Dial, NoSeat, Record, Seat, World, message_start};
+use crate::exchange::{Ask, Dial, NoSeat, PdEvent, Record, Seat, Session, World, message_start};
 use crate::ring::{Lease, Token};
 use crate::route::{self, Candidates, PolicyKind, Role, TreePrefixes};
-use crate::shared::{AdminRequest, Fleet, Outcome, Route};
+use crate::shared::{AdminRequest, Fleet, Outcome, Route, Worker};
 
 /// What is true for one turn of the loop.
 #[derive(Clone, Copy)]
@@ -60,7 +60,7 @@ impl Hands<'_, '_> {
         let mut closed: Vec<Slot> = Vec::new();
         for attempt in 0..ATTEMPTS {
             let decision = route::decide(
-                &shared.config.settings,
+                shared.config.settings_of(ask.role),
                 length.map(|length| (&prefixes, length)),
                 candidates,
                 if closed.is_empty() {
@@ -83,8 +83,10 @@ impl Hands<'_, '_> {
             match guard {
                 Ok(guard) => {
                     self.core.note(&decision, length);
+                    let matched = route::bytes_of_blocks(decision.matched_blocks);
                     return Some(Seat {
-                        slot: decision.slot,
+                        id: worker.id,
+                        missing_bytes: length.map(|length| length.saturating_sub(matched)),
                         guard,
                     });
                 }
@@ -227,15 +229,22 @@ impl World for Hands<'_, '_> {
     fn choose(&mut self, ask: Ask<'_>) -> Result<Seat, NoSeat> {
         let began = self.clock_ns();
         let fleet = self.turn.fleet;
-        let candidates = candidates(fleet, Role::Regular, ask.model)?;
+        let candidates = candidates(fleet, ask.role, ask.model)?;
         let core = &mut *self.core;
-        core.chain.clear();
-        let mut length = None;
-        if core.shared.config.settings.policy == PolicyKind::CacheAware
+        if !ask.is_same_prompt {
+            core.chain.clear();
+            core.chain_length = None;
+        }
+        if core.shared.config.settings_of(ask.role).policy == PolicyKind::CacheAware
+            && core.chain_length.is_none()
             && let Some((body, fields)) = ask.key
         {
-            length = route::chain(core.seed, ask.route, body, fields, &mut core.chain);
+            core.chain_length = route::chain(core.seed, ask.route, body, fields, &mut core.chain);
         }
+        let length = match core.shared.config.settings_of(ask.role).policy {
+            PolicyKind::CacheAware => core.chain_length,
+            _ => None,
+        };
         let Some(seat) = self.take_seat(&ask, candidates, length) else {
             return Err(if ask.tried.is_empty() {
                 NoSeat::NoneEligible
@@ -244,18 +253,23 @@ impl World for Hands<'_, '_> {
             });
         };
         if length.is_some() {
-            self.core.teach(self.turn.pin, seat.slot);
+            self.core.teach(self.turn.pin, seat.id.slot);
         }
         let took = self.clock_ns().saturating_sub(began);
         self.core.stats().decision.record(took);
         Ok(seat)
     }
 
-    fn worker_address(&self, slot: Slot) -> Option<(&str, &str)> {
-        self.turn
-            .fleet
-            .worker(slot)
-            .map(|w| (&*w.authority, &*w.path_prefix))
+    fn worker(&self, slot: Slot) -> Option<&Worker> {
+        self.turn.fleet.worker(slot)
+    }
+
+    fn random(&mut self) -> u64 {
+        self.core.random()
+    }
+
+    fn adopt(&mut self, session: Session) {
+        self.core.adopt(self.turn, session);
     }
 
     fn dial(&mut self, slot: Slot, fresh: bool) -> Dial {
@@ -384,6 +398,27 @@ impl World for Hands<'_, '_> {
 
     fn count_retry(&mut self) {
         self.core.stats().retries.add(1);
+    }
+
+    fn count_pd(&mut self, event: PdEvent) {
+        let stats = &self.core.stats().pd;
+        let counter = match event {
+            PdEvent::Request => &stats.requests,
+            PdEvent::Whole(why) => &stats.whole[why as usize],
+            PdEvent::Skipped => &stats.skipped_prefill,
+            PdEvent::MissingTransfer => &stats.missing_transfer,
+            PdEvent::Handover => &stats.handovers,
+            PdEvent::Stale => &stats.stale_handovers,
+            PdEvent::Orphan => &stats.orphans,
+            PdEvent::Released => &stats.orphans_released,
+            PdEvent::Lost => &stats.orphans_lost,
+            PdEvent::UsageFixed => &stats.usage_fixed,
+        };
+        counter.add(1);
+    }
+
+    fn record_handover_gap(&mut self, ns: u64) {
+        self.core.stats().pd.handover_gap.record(ns);
     }
 
     fn count_malformed(&mut self) {

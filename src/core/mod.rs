@@ -115,6 +115,8 @@ pub struct Core {
     taught: Vec<usize>,
     batches: Batches,
     chain: Vec<PrefixHash>,
+    /// Length of the prompt whose chain that is; `None`: of none.
+    chain_length: Option<u64>,
     scratch: Vec<Slot>,
     policy: route::Turn,
     seed: KeySeed,
@@ -129,6 +131,8 @@ pub struct Core {
     starved: Vec<Token>,
     complained_ns: u64,
     purging: Vec<Slot>,
+    /// Sessions without a client, and since when, ns.
+    orphans: Vec<(Token, u64)>,
 }
 
 impl Core {
@@ -159,6 +163,8 @@ impl Core {
             taught: Vec::new(),
             batches: Batches::default(),
             chain: Vec::new(),
+            chain_length: None,
+            orphans: Vec::new(),
             scratch: Vec::new(),
             policy: route::Turn::new(seed.random_seed),
             seed: KeySeed(config.prefix_hash_seed),
@@ -321,7 +327,7 @@ impl Core {
         }
         let now = self.clock_ns();
         let mut next = self.wheel.next_ns();
-        if !self.idles.is_empty() {
+        if !self.idles.is_empty() || !self.orphans.is_empty() {
             next = Some(next.unwrap_or(u64::MAX).min(self.swept_ns + SWEEP_NS));
         }
         if !self.is_accepting && self.listener.is_some() {
@@ -567,21 +573,33 @@ impl Core {
             );
             return; // Dropping it closes it.
         }
-        let client = self.downs.insert(Down {
-            wire: Wire {
-                fd: Some(fd),
-                is_open: true,
-                ..Wire::default()
-            },
-            session: Some(Box::new(Session::new())),
-            leg: None,
-            deadline_ns: u64::MAX,
-            timer_ns: u64::MAX,
-            is_finishing: false,
-            is_lingering: false,
-        });
+        let wire = Wire {
+            fd: Some(fd),
+            is_open: true,
+            ..Wire::default()
+        };
+        let client = self.downs.insert(Down::new(wire, Session::new()));
         self.match_receive(client);
         self.with_session(turn, client, |session, hands| session.begin(hands));
+    }
+
+    /// A session that goes on without a client.
+    fn adopt(&mut self, turn: Turn<'_>, session: Session) {
+        let token = self.downs.insert(Down::new(Wire::default(), session));
+        self.orphans.push((token, turn.now_ns));
+        self.with_session(turn, token, |session, hands| session.begin(hands));
+    }
+
+    /// Forgets orphans that are gone, and tells how old the oldest is.
+    fn watch_orphans(&mut self, now_ns: u64) {
+        let downs = &mut self.downs;
+        self.orphans
+            .retain(|(token, _)| downs.find(*token).is_some());
+        let oldest = self.orphans.first().map_or(now_ns, |(_, since)| *since);
+        self.stats()
+            .pd
+            .oldest_orphan_ns
+            .set(now_ns.saturating_sub(oldest));
     }
 
     /// Whether the router has more connections than it may have, all cores together (this one is counted already).
@@ -658,6 +676,7 @@ impl Core {
         if turn.now_ns >= self.swept_ns + SWEEP_NS {
             self.swept_ns = turn.now_ns;
             self.sweep(turn);
+            self.watch_orphans(turn.now_ns);
         }
         if !self.is_accepting && turn.now_ns >= self.accept_again_ns {
             self.accept();
@@ -944,8 +963,11 @@ impl Core {
         if is_upstream(token) {
             self.ups.remove(token);
             self.stats().upstream_closed.add(1);
-        } else {
-            self.downs.remove(token);
+        } else if self
+            .downs
+            .remove(token)
+            .is_some_and(|down| down.wire.fd.is_some())
+        {
             self.stats().closed.add(1);
         }
     }

@@ -75,7 +75,7 @@ impl Wire {
     }
 }
 
-/// A client's connection.
+/// A client's connection. Without a descriptor: a session that goes on without a client.
 pub struct Down {
     pub wire: Wire,
     /// Taken out while it is being worked with.
@@ -89,6 +89,21 @@ pub struct Down {
     pub is_finishing: bool,
     /// Our direction has been ended; what still comes is read and dropped.
     pub is_lingering: bool,
+}
+
+impl Down {
+    /// A connection that has just come, or a session without one.
+    pub fn new(wire: Wire, session: Session) -> Down {
+        Down {
+            wire,
+            session: Some(Box::new(session)),
+            leg: None,
+            deadline_ns: u64::MAX,
+            timer_ns: u64::MAX,
+            is_finishing: false,
+            is_lingering: false,
+        }
+    }
 }
 
 /// What a worker's connection is for.

@@ -19,6 +19,8 @@
 
 pub mod endpoint;
 pub mod paths;
+mod pd;
+mod release;
 mod world;
 
 use shards::{LoadGuard, Slot};
@@ -27,10 +29,11 @@ use crate::http::body::{self, Body, Framing};
 use crate::http::request::{self, Method, Request, Verdict};
 use crate::http::response::{self, Relay};
 use crate::http::{Refusal, reply};
-use crate::route::{self, Fields};
-use crate::shared::{AdminReply, AdminRequest, Outcome, Route};
+use crate::route::{self, Fields, Role};
+use crate::shared::{AdminReply, AdminRequest, Outcome, Route, Worker};
 use endpoint::Endpoint;
-pub use world::{Ask, Dial, NoSeat, Record, Seat, World};
+use pd::{Pd, Stage};
+pub use world::{Ask, Dial, NoSeat, PdEvent, Record, Seat, World};
 
 /// Bytes of pipelined requests that wait behind a running exchange before the client is no longer read.
 const PIPELINE_BYTES_MAX: usize = 64 * 1024;
@@ -52,6 +55,8 @@ pub struct Session {
     /// Bytes that belong to no request yet.
     inbox: Vec<u8>,
     exchange: Option<Box<Exchange>>,
+    /// There is no client: an orphaned hand-over is being released.
+    release: Option<Box<Exchange>>,
     /// The client has ended its direction.
     half_closed: bool,
     /// No further request is taken.
@@ -95,7 +100,12 @@ struct Exchange {
     request_id: Vec<u8>,
     seat: Option<LoadGuard>,
     slot: Slot,
+    /// Among which workers the running leg's was chosen.
+    role: Role,
+    /// Of them, those that have failed this request.
     tried: Vec<Slot>,
+    /// Set for a request in two legs.
+    pd: Option<Box<Pd>>,
     retries: u32,
     last_failure: u16,
     leg: Leg,
@@ -140,14 +150,17 @@ impl Session {
         Session::default()
     }
 
-    /// The connection is open: the first head is awaited.
+    /// The connection is open: the first head is awaited. Or there is none, and what was left behind is released.
     pub fn begin<W: World>(&mut self, world: &mut W) {
+        if self.release.is_some() {
+            return self.begin_release(world);
+        }
         self.await_request(world);
     }
 
     /// Nothing is going on: the connection may be closed without anybody losing anything.
     pub fn is_idle(&self) -> bool {
-        self.exchange.is_none() && self.inbox.is_empty()
+        self.exchange.is_none() && self.inbox.is_empty() && self.release.is_none()
     }
 
     // ---- the client's side ----
@@ -232,13 +245,16 @@ impl Session {
         self.inbox = Vec::new();
         if let Some(exchange) = self.exchange.take() {
             end_leg(&exchange, world, false);
-            finish(*exchange, world, Outcome::ClientGone);
+            finish(exchange, world, Outcome::ClientGone);
         }
         world.abort();
     }
 
     /// A time limit has been reached.
     pub fn on_deadline<W: World>(&mut self, world: &mut W) {
+        if self.release.is_some() {
+            return self.end_release(world, PdEvent::Lost);
+        }
         let Some(exchange) = self.exchange.as_mut() else {
             if !self.inbox.is_empty() && !self.finished && !self.must_wait(world) {
                 let refusal = Refusal::new(
@@ -289,6 +305,13 @@ impl Session {
             }
             State::Waiting => {
                 world.worker_failed(exchange.slot);
+                let is_prefill = exchange
+                    .pd
+                    .as_ref()
+                    .is_some_and(|pd| pd.stage == Stage::Prefill);
+                if is_prefill && self.retry(world, 0) {
+                    return; // Nothing was generated yet: another prefill worker costs the client only time.
+                }
                 let refusal =
                     Refusal::new(504, "worker_timeout", "the worker did not answer in time");
                 self.fail(world, &refusal);
@@ -323,7 +346,7 @@ impl Session {
             400..500 => Outcome::ClientError,
             _ => Outcome::WorkerError,
         };
-        finish(*exchange, world, outcome);
+        finish(exchange, world, outcome);
         self.next(world, keep);
     }
 
@@ -339,6 +362,9 @@ impl Session {
 
     /// The connection of the leg is there.
     pub fn on_connected<W: World>(&mut self, world: &mut W) {
+        if self.release.is_some() {
+            return self.send_release(world);
+        }
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
@@ -348,13 +374,20 @@ impl Session {
 
     /// The request has left, or failed to; the buffer comes back. The receive side tells what became of it.
     pub fn on_request_sent<W: World>(&mut self, world: &mut W, bytes: Vec<u8>) {
+        if self.release.is_some() {
+            return self.on_release_sent(world, bytes);
+        }
         match self.exchange.as_mut() {
             Some(exchange) if exchange.message_is_out => {
                 exchange.message_is_out = false;
                 if exchange.state == State::Relaying {
                     return world.recycle(bytes);
                 }
-                exchange.message = bytes;
+                if exchange.pd.is_some() {
+                    world.recycle(bytes); // It can be written again from the client's.
+                } else {
+                    exchange.message = bytes;
+                }
                 if std::mem::take(&mut exchange.broken) {
                     self.on_worker_end(world, true);
                 }
@@ -365,12 +398,18 @@ impl Session {
 
     /// Bytes of the worker.
     pub fn on_worker_bytes<W: World>(&mut self, world: &mut W, piece: W::Piece) {
+        if self.release.is_some() {
+            return self.on_release_bytes(world, piece.as_ref());
+        }
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
         exchange.answer_begun = true;
         if exchange.state == State::Relaying {
             return self.relay(world, piece, 0);
+        }
+        if exchange.pd.as_ref().is_some_and(|pd| pd.is_collecting) {
+            return self.collect(world, piece.as_ref());
         }
         if exchange.partial_head.is_empty() {
             self.answer(world, piece);
@@ -384,13 +423,23 @@ impl Session {
 
     /// The worker has ended its direction, or the leg broke (`failed`: connect refused, reset, send error).
     pub fn on_worker_end<W: World>(&mut self, world: &mut W, failed: bool) {
+        if self.release.is_some() {
+            return self.on_release_broken(world);
+        }
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
+        let is_collecting = exchange.pd.as_ref().is_some_and(|pd| pd.is_collecting);
+        if is_collecting && !failed && exchange.outgoing.ends_with_connection() {
+            exchange.worker_keeps = false;
+            return self.collected(world);
+        }
         if exchange.state == State::Relaying {
             if !failed && exchange.outgoing.ends_with_connection() {
                 if exchange.relay == Relay::Chunks {
-                    world.send(b"0\r\n\r\n".to_vec());
+                    let mut out = world.buffer();
+                    end_chunks(exchange, &mut out);
+                    world.send(out);
                 }
                 exchange.worker_keeps = false;
                 return self.complete(world);
@@ -624,7 +673,12 @@ impl Session {
             request_id,
             seat: None,
             slot: Slot(0),
+            role: match world.config().pd {
+                Some(_) => pd::role_of(route),
+                None => Role::Regular,
+            },
             tried: Vec::new(),
+            pd: None,
             retries: 0,
             last_failure: 0,
             leg: Leg::None,
@@ -734,7 +788,10 @@ impl Session {
             Endpoint::Inference(_) => match route::scan(&exchange.message[exchange.body_at..]) {
                 Ok(fields) => {
                     exchange.fields = Some(fields);
-                    self.seat(world);
+                    match world.config().pd {
+                        Some(_) => self.dispatch_in_legs(world),
+                        None => self.seat(world),
+                    }
                 }
                 Err(e) => {
                     world.count_malformed();
@@ -778,10 +835,10 @@ impl Session {
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
-        match choose(exchange, world) {
+        match pd::choose_seats(exchange, world) {
             Ok(slot) => self.dial(world, slot, false),
             Err(why) => {
-                let refusal = no_seat(why, model(exchange).as_deref());
+                let refusal = no_seat(why, exchange.role, model(exchange).as_deref());
                 let outcome = if why == NoSeat::UnknownModel {
                     Outcome::Refused
                 } else {
@@ -799,7 +856,10 @@ impl Session {
         exchange.answer_begun = false;
         exchange.partial_head.clear();
         exchange.dialed_ns = world.now_ns();
-        if !write_start(exchange, world, slot) {
+        if let Some(pd) = exchange.pd.as_mut() {
+            // Each leg's message is written when its connection is there.
+            pd.begin_attempt();
+        } else if !write_start(exchange, world, slot) {
             return self.leg_lost(world);
         }
         match world.dial(slot, fresh) {
@@ -822,12 +882,29 @@ impl Session {
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
-        let message = std::mem::take(&mut exchange.message);
+        let message = match exchange.pd {
+            None => std::mem::take(&mut exchange.message),
+            Some(_) => match pd::write_message(exchange, world) {
+                Some(message) => message,
+                None => {
+                    world.end_leg(false);
+                    return self.leg_lost(world);
+                }
+            },
+        };
         exchange.sent = true;
         exchange.message_is_out = true;
-        if let Some(message) = world.send_message(message) {
-            exchange.message_is_out = false;
-            exchange.message = message;
+        let returned = world.send_message(message);
+        exchange.message_is_out = returned.is_none();
+        match (&exchange.pd, returned) {
+            (None, Some(message)) => exchange.message = message,
+            (None, None) => {}
+            (Some(pd), returned) => {
+                pd::dispatched(pd, exchange.seat.as_ref(), world);
+                if let Some(message) = returned {
+                    world.recycle(message);
+                }
+            }
         }
         if exchange.state == State::Streaming {
             self.held_back = false;
@@ -835,7 +912,11 @@ impl Session {
             let at = world.now_ns() + world.config().body_read_timeout.as_nanos() as u64;
             return world.deadline(at);
         }
-        if exchange.leg == Leg::Reused && exchange.retries == 0 {
+        let is_second = exchange
+            .pd
+            .as_ref()
+            .is_some_and(|pd| pd.since_ns().is_some());
+        if exchange.leg == Leg::Reused && exchange.retries == 0 && !is_second {
             // Connecting is not our own work.
             let added = world.clock_ns().saturating_sub(exchange.complete_ns);
             world.record_added(added);
@@ -857,7 +938,7 @@ impl Session {
         }
         exchange.last_failure = status;
         exchange.tried.push(exchange.slot);
-        let Ok(slot) = choose(exchange, world) else {
+        let Ok(slot) = pd::choose_again(exchange, world) else {
             return false;
         };
         end_leg(exchange, world, false);
@@ -891,9 +972,17 @@ impl Session {
                 world.recycle(out);
                 self.worker_broke_framing(world);
             }
-            Head::Final { len, retryable } => {
+            Head::Final {
+                len,
+                retryable,
+                kind,
+            } => {
                 let status = exchange.status;
                 if retryable && self.retry(world, status) {
+                    return world.recycle(out);
+                }
+                let (head, rest) = piece.as_ref().split_at(len);
+                if self.take_over(world, kind, head, rest) {
                     return world.recycle(out);
                 }
                 let rest = piece.as_ref().len() - len;
@@ -930,9 +1019,16 @@ impl Session {
                     world.recycle(out);
                     return self.worker_broke_framing(world);
                 }
-                Head::Final { len, retryable } => {
+                Head::Final {
+                    len,
+                    retryable,
+                    kind,
+                } => {
                     let status = exchange.status;
                     if retryable && self.retry(world, status) {
+                        return world.recycle(out);
+                    }
+                    if self.take_over(world, kind, &whole[..len], &whole[len..]) {
                         return world.recycle(out);
                     }
                     return self.begin_answer(world, out, &whole[len..]);
@@ -1052,7 +1148,7 @@ impl Session {
             400..500 => Outcome::ClientError,
             _ => Outcome::WorkerError,
         };
-        finish(*exchange, world, outcome);
+        finish(exchange, world, outcome);
         self.next(world, keep);
     }
 
@@ -1064,7 +1160,7 @@ impl Session {
         };
         end_leg(&exchange, world, false);
         let relay = exchange.relay;
-        finish(*exchange, world, Outcome::Broken);
+        finish(exchange, world, Outcome::Broken);
         self.finished = true;
         self.inbox = Vec::new();
         match relay {
@@ -1101,7 +1197,7 @@ impl Session {
             end_leg(&exchange, world, false);
             keep = may_keep && keeps_after_our_answer(&exchange, world);
             is_head = exchange.request.method == Method::Head;
-            finish(*exchange, world, outcome);
+            finish(exchange, world, outcome);
         }
         world.send(refusal.write(keep, is_head));
         self.next(world, keep);
@@ -1225,27 +1321,48 @@ fn model(exchange: &Exchange) -> Option<std::borrow::Cow<'_, str>> {
 
 /// Chooses a worker and takes its count; an earlier attempt's count is given back by being replaced.
 fn choose<W: World>(exchange: &mut Exchange, world: &mut W) -> Result<Slot, NoSeat> {
+    let seat = take_seat(exchange, world, false)?;
+    exchange.slot = seat.id.slot;
+    exchange.seat = Some(seat.guard);
+    Ok(exchange.slot)
+}
+
+fn take_seat<W: World>(
+    exchange: &Exchange,
+    world: &mut W,
+    is_same_prompt: bool,
+) -> Result<Seat, NoSeat> {
     let body = &exchange.message[exchange.body_at..];
     let model = model(exchange);
-    let seat = world.choose(Ask {
+    world.choose(Ask {
         route: exchange.route,
+        role: exchange.role,
+        is_same_prompt,
         key: exchange.fields.as_ref().map(|f| (body, f)),
         model: model.as_deref(),
         prompt_bytes: body.len() as u64,
         tried: &exchange.tried,
-    })?;
-    drop(model);
-    exchange.seat = Some(seat.guard);
-    exchange.slot = seat.slot;
-    Ok(seat.slot)
+    })
 }
 
 /// What the start of an answer was.
 enum Head {
     Partial,
     Interim(usize),
-    Final { len: usize, retryable: bool },
+    Final {
+        len: usize,
+        retryable: bool,
+        kind: AnswerKind,
+    },
     Broken,
+}
+
+/// What matters to those who look into an answer's content.
+#[derive(Clone, Copy)]
+struct AnswerKind {
+    framing: Framing,
+    is_event_stream: bool,
+    is_encoded: bool,
 }
 
 /// An interim answer goes on to clients that can read it; the parser wrote it, or nothing.
@@ -1257,6 +1374,11 @@ fn send_interim<W: World>(world: &mut W, out: Vec<u8>) {
     }
 }
 
+/// Whether the client's connection lives on after the answer, as far as its request says.
+fn keeps_client<W: World>(exchange: &Exchange, world: &W) -> bool {
+    exchange.keep_alive && exchange.incoming.is_done() && !world.is_draining()
+}
+
 fn read_head<W: World>(
     exchange: &mut Exchange,
     world: &mut W,
@@ -1266,8 +1388,10 @@ fn read_head<W: World>(
     let client = response::Client {
         is_http10: exchange.request.is_http10,
         is_head: exchange.request.method == Method::Head,
-        keep_alive: exchange.keep_alive && exchange.incoming.is_done() && !world.is_draining(),
+        keep_alive: keeps_client(exchange, world),
         request_id: &exchange.request_id,
+        hides_workers_id: exchange.pd.is_some(),
+        length: None,
     };
     match response::parse(bytes, client, out) {
         Err(response::Broken(_)) => Head::Broken,
@@ -1285,6 +1409,11 @@ fn read_head<W: World>(
             Head::Final {
                 len: head.len_bytes,
                 retryable,
+                kind: AnswerKind {
+                    framing: head.framing,
+                    is_event_stream: head.is_event_stream,
+                    is_encoded: head.is_encoded,
+                },
             }
         }
     }
@@ -1309,8 +1438,31 @@ fn join(
         Relay::Unframed => exchange
             .outgoing
             .feed(bytes, |data| out.extend_from_slice(data)),
-        Relay::Chunks => exchange.outgoing.feed(bytes, |data| push_chunk(out, data)),
+        Relay::Chunks => {
+            let Exchange { outgoing, pd, .. } = exchange;
+            let mut filter = pd.as_mut().and_then(|pd| pd.filter.as_mut());
+            let mut seen = Vec::new();
+            let progress = outgoing.feed(bytes, |data| match filter.as_mut() {
+                Some(filter) => filter.feed(data, &mut seen),
+                None => push_chunk(out, data),
+            })?;
+            push_chunk(out, &seen);
+            if progress.done {
+                end_chunks(exchange, out);
+            }
+            Ok(progress)
+        }
     }
+}
+
+/// The end of a body in chunks of ours.
+fn end_chunks(exchange: &mut Exchange, out: &mut Vec<u8>) {
+    if let Some(filter) = exchange.pd.as_mut().and_then(|pd| pd.filter.as_mut()) {
+        let mut held = Vec::new();
+        filter.finish(&mut held);
+        push_chunk(out, &held);
+    }
+    out.extend_from_slice(b"0\r\n\r\n");
 }
 
 /// Puts a request's body bytes behind `out` as the worker is to get them.
@@ -1347,17 +1499,9 @@ fn push_chunk(out: &mut Vec<u8>, data: &[u8]) {
 /// from `fields_at - start` on; the gap's used part begins where `message_start` says.
 fn write_start<W: World>(exchange: &mut Exchange, world: &mut W, slot: Slot) -> bool {
     let mut start = world.buffer();
-    {
-        let Some((authority, prefix)) = world.worker_address(slot) else {
-            return false;
-        };
-        start.extend_from_slice(exchange.request.method.as_str().as_bytes());
-        start.push(b' ');
-        start.extend_from_slice(prefix.as_bytes());
-        start.extend_from_slice(&exchange.request.target);
-        start.extend_from_slice(b" HTTP/1.1\r\nhost: ");
-        start.extend_from_slice(authority.as_bytes());
-        start.extend_from_slice(b"\r\n");
+    match world.worker(slot) {
+        Some(worker) => write_line_and_host(&exchange.request, worker, &mut start),
+        None => return false,
     }
     let length = match (exchange.is_whole, exchange.request.framing) {
         (false, Framing::Length(n)) => Some(n),
@@ -1385,6 +1529,22 @@ fn write_start<W: World>(exchange: &mut Exchange, world: &mut W, slot: Slot) -> 
     true
 }
 
+/// Request line, Host, and the data-parallel rank where the worker is one.
+fn write_line_and_host(request: &Request, worker: &Worker, out: &mut Vec<u8>) {
+    out.extend_from_slice(request.method.as_str().as_bytes());
+    out.push(b' ');
+    out.extend_from_slice(worker.path_prefix.as_bytes());
+    out.extend_from_slice(&request.target);
+    out.extend_from_slice(b" HTTP/1.1\r\nhost: ");
+    out.extend_from_slice(worker.authority.as_bytes());
+    out.extend_from_slice(b"\r\n");
+    if let Some(rank) = worker.rank {
+        out.extend_from_slice(b"x-data-parallel-rank: ");
+        reply::push_number(out, u64::from(rank));
+        out.extend_from_slice(b"\r\n");
+    }
+}
+
 /// Where a message begins in its buffer.
 pub fn message_start(message: &[u8]) -> usize {
     message
@@ -1406,7 +1566,11 @@ fn limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
     }
     let since = match exchange.state {
         State::Relaying => exchange.last_piece_ns,
-        _ => exchange.complete_ns,
+        _ => match &exchange.pd {
+            Some(pd) if pd.is_collecting => exchange.last_piece_ns,
+            Some(pd) => pd.since_ns().unwrap_or(exchange.complete_ns),
+            None => exchange.complete_ns,
+        },
     };
     since + config.request_timeout.as_nanos() as u64
 }
@@ -1426,7 +1590,7 @@ fn too_large(limit: u64) -> Refusal {
     )
 }
 
-fn no_seat(why: NoSeat, model: Option<&str>) -> Refusal {
+fn no_seat(why: NoSeat, role: Role, model: Option<&str>) -> Refusal {
     match why {
         NoSeat::UnknownModel => {
             let shown: String = model.unwrap_or("").chars().take(128).collect();
@@ -1439,7 +1603,11 @@ fn no_seat(why: NoSeat, model: Option<&str>) -> Refusal {
         NoSeat::NoneEligible => Refusal::new(
             503,
             "no_available_workers",
-            "no worker can take this request now",
+            match role {
+                Role::Regular => "no worker can take this request now",
+                Role::Prefill => "no prefill worker can take this request now",
+                Role::Decode => "no decode worker can take this request now",
+            },
         ),
         NoSeat::AllTried => Refusal::new(502, "worker_failed", "every worker failed this request"),
     }
@@ -1488,7 +1656,7 @@ fn end_leg<W: World>(exchange: &Exchange, world: &mut W, keep: bool) {
 }
 
 /// Records the end of an exchange; dropping it gives the count back (E1).
-fn finish<W: World>(mut exchange: Exchange, world: &mut W, outcome: Outcome) {
+fn finish<W: World>(mut exchange: Box<Exchange>, world: &mut W, outcome: Outcome) {
     if exchange.route != Route::Admin {
         world.record(Record {
             route: exchange.route,
@@ -1496,6 +1664,10 @@ fn finish<W: World>(mut exchange: Exchange, world: &mut W, outcome: Outcome) {
             duration_ns: world.now_ns().saturating_sub(exchange.began_ns),
             first_byte_ns: exchange.first_byte_ns.saturating_sub(exchange.complete_ns),
         });
+    }
+    if pd::is_orphan(&exchange) {
+        world.count_pd(PdEvent::Orphan);
+        return world.adopt(Session::of_orphan(exchange));
     }
     let message = std::mem::take(&mut exchange.message);
     if message.capacity() > 0 {

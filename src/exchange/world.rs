@@ -1,17 +1,22 @@
 //! What an exchange may do to the world around it. Implemented by a core with sockets, and by a simulation with a fake
 //! clock: the state machine is the same under both.
 
-use shards::{LoadGuard, Slot};
+use shards::{LoadGuard, Slot, WorkerId};
 
+use super::Session;
 use crate::config::Config;
-use crate::route::Fields;
-use crate::shared::{AdminRequest, Outcome, Route};
+use crate::route::{Fields, Role, Whole};
+use crate::shared::{AdminRequest, Outcome, Route, Worker};
 
 /// What is asked of the policy.
 #[derive(Debug)]
 pub struct Ask<'a> {
     /// The endpoint.
     pub route: Route,
+    /// Among which workers.
+    pub role: Role,
+    /// The key is that of the choice just before this one: what was computed for it holds.
+    pub is_same_prompt: bool,
     /// Body and its fields, where the request has a key.
     pub key: Option<(&'a [u8], &'a Fields)>,
     /// The model asked for.
@@ -24,10 +29,37 @@ pub struct Ask<'a> {
 
 /// A worker and the count taken for it, one step.
 pub struct Seat {
-    /// The worker.
-    pub slot: Slot,
+    /// The worker, in this life.
+    pub id: WorkerId,
+    /// Bytes of the prompt that it does not hold, as far as is known; `None`: the request has no key.
+    pub missing_bytes: Option<u64>,
     /// Gives the count back when dropped.
     pub guard: LoadGuard,
+}
+
+/// What happened to a request in two legs, to be counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PdEvent {
+    /// It began.
+    Request,
+    /// It goes whole to one decode worker.
+    Whole(Whole),
+    /// It goes to a decode worker alone, which holds nearly all of its prompt.
+    Skipped,
+    /// A prefill worker answered without transfer parameters.
+    MissingTransfer,
+    /// A prefill worker has computed the prompt and keeps its blocks for a decode worker.
+    Handover,
+    /// Those blocks were too old for another decode worker, or their holder has restarted.
+    Stale,
+    /// Nobody will fetch those blocks: they have to be released.
+    Orphan,
+    /// They were.
+    Released,
+    /// They could not be.
+    Lost,
+    /// An answer got the prefill worker's token counts.
+    UsageFixed,
 }
 
 /// Why there is no seat.
@@ -114,8 +146,12 @@ pub trait World {
     /// # Errors
     /// Nobody may get this request.
     fn choose(&mut self, ask: Ask<'_>) -> Result<Seat, NoSeat>;
-    /// `Host` and path prefix of a worker; `None`: it has gone from the fleet.
-    fn worker_address(&self, slot: Slot) -> Option<(&str, &str)>;
+    /// The worker in a slot; `None`: it may not get requests now, or has gone from the fleet.
+    fn worker(&self, slot: Slot) -> Option<&Worker>;
+    /// A random number; not for secrets.
+    fn random(&mut self) -> u64;
+    /// Gives a session without a client a place of its own, and begins it.
+    fn adopt(&mut self, session: Session);
     /// Begins a leg; `fresh`: not on a kept-alive connection.
     fn dial(&mut self, slot: Slot, fresh: bool) -> Dial;
     /// Sends a request to the worker, from [`super::message_start`] on. It comes back at once if it has left, else later
@@ -139,6 +175,10 @@ pub trait World {
     fn count_resend(&mut self);
     /// The request went to another worker.
     fn count_retry(&mut self);
+    /// Something happened to a request in two legs.
+    fn count_pd(&mut self, event: PdEvent);
+    /// From the end of a prefill leg to the dispatch of its decode leg, ns.
+    fn record_handover_gap(&mut self, ns: u64);
     /// A request was refused as malformed.
     fn count_malformed(&mut self);
     /// The router's own added time of one half of an exchange, ns.

@@ -15,6 +15,8 @@ pub struct Response {
     pub keep_alive: bool,
     /// `text/event-stream`.
     pub is_event_stream: bool,
+    /// The content is compressed, or encoded otherwise.
+    pub is_encoded: bool,
     /// Bytes of the head.
     pub len_bytes: usize,
 }
@@ -37,6 +39,10 @@ pub struct Client<'a> {
     pub keep_alive: bool,
     /// The id to be echoed as `x-request-id`, unless the worker sets one.
     pub request_id: &'a [u8],
+    /// The worker knows the request by another id, which is not the client's business.
+    pub hides_workers_id: bool,
+    /// The content was changed: its new length.
+    pub length: Option<u64>,
 }
 
 /// How the body goes on to the client.
@@ -140,7 +146,7 @@ fn judge(
 fn read(fields: &[httparse::Header<'_>], status: u16, version: u8) -> Result<Response, Broken> {
     let (mut length, mut chunked) = (None, false);
     let mut keep_alive = version == 1;
-    let mut is_event_stream = false;
+    let (mut is_event_stream, mut is_encoded) = (false, false);
     for field in fields {
         let (name, value) = (field.name, field.value);
         match name.len() {
@@ -171,6 +177,9 @@ fn read(fields: &[httparse::Header<'_>], status: u16, version: u8) -> Result<Res
                 is_event_stream =
                     value.len() >= 17 && value[..17].eq_ignore_ascii_case(b"text/event-stream");
             }
+            16 if is(name, "content-encoding") => {
+                is_encoded |= !value.eq_ignore_ascii_case(b"identity");
+            }
             _ => {}
         }
     }
@@ -186,6 +195,7 @@ fn read(fields: &[httparse::Header<'_>], status: u16, version: u8) -> Result<Res
         framing,
         keep_alive,
         is_event_stream,
+        is_encoded,
         len_bytes: 0,
     })
 }
@@ -229,8 +239,19 @@ fn write(
             if !keeps_length || std::mem::replace(&mut has_length, true) {
                 continue;
             }
+            if let Some(length) = client.length {
+                out.extend_from_slice(b"content-length: ");
+                push_number(out, length);
+                out.extend_from_slice(b"\r\n");
+                continue;
+            }
         }
-        has_request_id |= name.len() == 12 && is(name, "x-request-id");
+        if name.len() == 12 && is(name, "x-request-id") {
+            if client.hides_workers_id {
+                continue;
+            }
+            has_request_id = true;
+        }
         out.extend_from_slice(name.as_bytes());
         out.extend_from_slice(b": ");
         out.extend_from_slice(field.value);
