@@ -583,6 +583,7 @@ impl Session {
         let limits = request::Limits {
             head_bytes: config.header_bytes_max,
             field_count: config.header_count_max,
+            is_rank_ours: config.data_parallel_size > 1 || config.pd.is_some(),
         };
         match request::parse(bytes, limits, &config.request_id_headers, &mut message) {
             Verdict::Partial => {

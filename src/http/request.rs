@@ -11,6 +11,8 @@ pub struct Limits {
     pub head_bytes: usize,
     /// Number of fields.
     pub field_count: usize,
+    /// The router chooses data-parallel ranks: a client's own `X-data-parallel-rank` goes no further.
+    pub is_rank_ours: bool,
 }
 
 /// The most fields any head may have; `--header-count-max` can only be lower.
@@ -228,7 +230,14 @@ fn read(
         request_id: None,
         has_authorization: false,
     };
-    copy_fields(parsed.headers, &seen, id_fields, forward, &mut request);
+    copy_fields(
+        parsed.headers,
+        &seen,
+        limits,
+        id_fields,
+        forward,
+        &mut request,
+    );
     Ok(request)
 }
 
@@ -343,6 +352,7 @@ fn origin_form<'a>(method: &str, target: &'a str) -> Result<&'a [u8], Refusal> {
 fn copy_fields(
     fields: &[httparse::Header<'_>],
     seen: &Seen<'_>,
+    limits: Limits,
     id_fields: &[String],
     forward: &mut Vec<u8>,
     request: &mut Request,
@@ -362,6 +372,7 @@ fn copy_fields(
             4 => is(name, "host"),
             6 => is(name, "expect"),
             14 => is(name, "content-length"),
+            20 => limits.is_rank_ours && is(name, "x-data-parallel-rank"),
             _ => false,
         };
         if ours || is_hop_by_hop(name) || (names_others && any_connection(fields, name)) {
