@@ -63,10 +63,50 @@ pub struct Pool {
     pub by_model: AHashMap<Arc<str>, Candidates>,
     /// Slots of workers whose models are not known.
     pub of_unknown_models: Candidates,
+    /// Workers that are out and may get a request now and then, to see whether they are well again.
+    pub trials: Vec<Trial>,
+    /// Workers that have just come back: chosen among for so many requests of a hundred only.
+    pub easing: Vec<(Slot, u8)>,
+}
+
+/// A worker that is tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Trial {
+    /// Where it counts.
+    pub slot: Slot,
+    /// Only while no more than this are in flight there: what is stuck on it, and one trial at a time beside that.
+    pub load_max: u32,
+}
+
+/// What failed, stalled or came back of late: see `control::standing`. Everybody else is simply eligible.
+#[derive(Clone, Debug, Default)]
+pub struct Exceptions {
+    /// Workers that are out, and tried.
+    pub trials: Vec<Trial>,
+    /// Workers that get a share of the requests, in percent.
+    pub easing: Vec<(Slot, u8)>,
+}
+
+impl Exceptions {
+    fn is_tried(&self, slot: Slot) -> bool {
+        self.trials.iter().any(|trial| trial.slot == slot)
+    }
 }
 
 impl Pool {
-    fn new(workers: &[&Worker], known_models: &ahash::AHashSet<Arc<str>>) -> Pool {
+    fn new(
+        workers: &[&Worker],
+        exceptions: &Exceptions,
+        known_models: &ahash::AHashSet<Arc<str>>,
+    ) -> Pool {
+        let has = |slot: Slot| workers.iter().any(|worker| worker.id.slot == slot);
+        let trials = exceptions.trials.iter().filter(|trial| has(trial.slot));
+        let easing = exceptions.easing.iter().filter(|(slot, _)| has(*slot));
+        let (trials, easing) = (trials.copied().collect(), easing.copied().collect());
+        let workers: Vec<&&Worker> = workers
+            .iter()
+            .filter(|worker| !exceptions.is_tried(worker.id.slot))
+            .collect();
         let slots_of = |serves: &dyn Fn(&Worker) -> bool| -> Candidates {
             let serving = workers.iter().filter(|w| w.models.is_empty() || serves(w));
             serving.map(|w| w.id.slot).collect()
@@ -79,6 +119,8 @@ impl Pool {
             any: slots_of(&|_| true),
             by_model: by_model.collect(),
             of_unknown_models: slots_of(&|_| false),
+            trials,
+            easing,
         }
     }
 }
@@ -86,7 +128,7 @@ impl Pool {
 /// The fleet at one moment: published by the control thread, read by the cores.
 #[derive(Debug, Default)]
 pub struct Fleet {
-    /// Workers that may get new requests, of all roles.
+    /// Workers that may get new requests, of all roles; those on trial among them.
     pub eligible: Vec<Worker>,
     /// Index into `eligible` by slot.
     pub index_of: AHashMap<Slot, u16>,
@@ -102,6 +144,7 @@ impl Fleet {
     /// Makes a fleet of its eligible workers; `known_models` and `registered_count` are about all registered ones.
     pub fn new(
         eligible: Vec<Worker>,
+        exceptions: &Exceptions,
         known_models: ahash::AHashSet<Arc<str>>,
         registered_count: usize,
     ) -> Fleet {
@@ -112,7 +155,7 @@ impl Fleet {
             .collect();
         let pools = Role::ALL.map(|role| {
             let workers: Vec<&Worker> = eligible.iter().filter(|w| w.role == role).collect();
-            Pool::new(&workers, &known_models)
+            Pool::new(&workers, exceptions, &known_models)
         });
         Fleet {
             eligible,
@@ -148,6 +191,8 @@ pub enum ToCore {
     },
     /// A worker is gone, or came back as another life: forget what it held.
     Purge(Slot),
+    /// A worker shows no sign of life while its peers work: what waits for it may go elsewhere.
+    Stalled(Slot),
     /// `/flush_cache`: forget every prefix.
     Flush,
     /// Stop accepting; finish what runs; close connections as they become idle.
@@ -358,6 +403,20 @@ pub struct WorkerStats {
     pub matched_bytes: Counter,
     /// Exchanges with it that failed (connect, reset, broken framing, time limit).
     pub failures: Counter,
+    /// Of these, without a byte of an answer: refused, unreachable, reset.
+    pub refused: Counter,
+    /// 5xx answers other than 503.
+    pub errors: Counter,
+    /// 429 and 503 answers.
+    pub busy: Counter,
+    /// Answers below 400 that came whole, and streams of events that began.
+    pub successes: Counter,
+    /// Pieces of answers after their heads: progress.
+    pub pieces: Counter,
+    /// Requests sent to it while it was out, to see whether it is well: the good and the bad ones.
+    pub trials_good: Counter,
+    /// See `trials_good`.
+    pub trials_bad: Counter,
 }
 
 /// Why a request of a P/D fleet was sent whole to a decode worker; the `reason` label, in the order of
@@ -474,6 +533,13 @@ impl CoreStats {
                     prompt_bytes: Counter::new(),
                     matched_bytes: Counter::new(),
                     failures: Counter::new(),
+                    refused: Counter::new(),
+                    errors: Counter::new(),
+                    busy: Counter::new(),
+                    successes: Counter::new(),
+                    pieces: Counter::new(),
+                    trials_good: Counter::new(),
+                    trials_bad: Counter::new(),
                 })
                 .collect(),
             first_byte: Histogram::new(&LATENCY_BOUNDS_NS),
@@ -563,6 +629,10 @@ pub struct Shared {
     pub cores: Box<[CoreShared]>,
     /// Where cores hand admin requests over. Bounded: full means 503.
     pub admin: tokio::sync::mpsc::Sender<AdminRequest>,
+    /// Workers that a core could not reach; the control thread looks at them at once.
+    pub refused: SegQueue<Slot>,
+    /// Wakes the control thread for that.
+    pub refused_bell: tokio::sync::Notify,
     /// Set when draining began: new answers say `connection: close`.
     pub draining: AtomicBool,
 }

@@ -93,6 +93,8 @@ pub fn start(config: Config) -> Result<Router, StartError> {
         fleet,
         cores,
         admin,
+        refused: Default::default(),
+        refused_bell: Default::default(),
         draining: AtomicBool::new(false),
     });
     let control =

@@ -12,7 +12,9 @@ use std::rc::Rc;
 
 use common::{Rng, seed};
 use corelane::config::Config;
-use corelane::exchange::{Ask, Dial, NoSeat, PdEvent, Record, Seat, Session, World, message_start};
+use corelane::exchange::{
+    Ask, Dial, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
+};
 use corelane::route::Role;
 use corelane::shared::{AdminReply, AdminRequest, Route, Worker};
 use shards::{Books, LoadGuard, Slot, WorkerId};
@@ -571,6 +573,7 @@ impl World for Sim {
         self.chosen.push(worker.slot);
         Ok(Seat {
             id: worker,
+            is_trial: false,
             missing_bytes: None,
             guard,
         })
@@ -713,8 +716,13 @@ impl World for Sim {
         true
     }
 
-    fn worker_failed(&mut self, slot: Slot) {
-        self.failures.push(slot);
+    fn judge(&mut self, slot: Slot, sign: Sign, _: bool) {
+        if matches!(sign, Sign::Refused | Sign::Failed) {
+            self.failures.push(slot);
+        }
+    }
+    fn may_retry(&mut self) -> bool {
+        true
     }
     fn count_resend(&mut self) {
         self.resends += 1;
@@ -726,7 +734,7 @@ impl World for Sim {
         self.malformed += 1;
     }
     fn record_added(&mut self, _: u64) {}
-    fn record_gap(&mut self, _: u64) {}
+    fn record_piece(&mut self, _: Slot, _: u64) {}
     fn record(&mut self, record: Record) {
         self.chosen.clear();
         self.records.push(record);

@@ -296,6 +296,12 @@ pub struct ReliabilityArgs {
     #[arg(value_parser = value_parser!(u32).range(..=100), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_RETRY_MAX_RETRIES", hide_env = true)]
     pub retry_max_retries: u32,
+    /// Retries as a share of the requests, so that they cannot multiply an outage; ten a second on each core are
+    /// always allowed
+    #[arg(long, default_value_t = 0.2, value_name = "RATIO")]
+    #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_RETRY_BUDGET_RATIO", hide_env = true)]
+    pub retry_budget_ratio: f64,
     /// Accepted for compatibility, no effect: a retry goes to another worker, at once
     #[arg(long, default_value_t = 50, value_name = "MILLISECONDS")]
     #[arg(value_parser = value_parser!(u64).range(..=3_600_000), allow_negative_numbers = true)]

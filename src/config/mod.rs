@@ -60,6 +60,8 @@ impl fmt::Debug for Secret {
 pub struct RetryConfig {
     /// Retries after the first attempt, each on another worker; 0 with `--disable-retries`.
     pub retries_max: u32,
+    /// Retries that each request adds to the budget.
+    pub budget_ratio: f64,
     /// Pause before the first retry.
     pub backoff_initial: Duration,
     /// Longest pause.
@@ -354,6 +356,7 @@ impl Config {
             "keepalive_timeout_secs": self.keepalive_timeout.as_secs(),
             "pool_idle_timeout_secs": self.pool_idle_timeout.as_secs(),
             "retry_max_retries": self.retry.retries_max,
+            "retry_budget_ratio": self.retry.budget_ratio,
             "health_check_interval_secs": self.health.interval.as_secs(),
             "health_check_timeout_secs": self.health.timeout.as_secs(),
             "health_failure_threshold": self.health.failure_threshold,
@@ -406,6 +409,7 @@ fn retry(args: &ReliabilityArgs) -> Result<RetryConfig, ConfigError> {
         } else {
             args.retry_max_retries
         },
+        budget_ratio: args.retry_budget_ratio,
         backoff_initial: Duration::from_millis(args.retry_initial_backoff_ms),
         backoff_max: Duration::from_millis(args.retry_max_backoff_ms),
         backoff_multiplier: args.retry_backoff_multiplier,

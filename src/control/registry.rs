@@ -19,7 +19,7 @@ use super::models::Model;
 use super::totals::Totals;
 use crate::config::{BOOTSTRAP_PORT, WORKER_COUNT_MAX, WorkerSpec, WorkerUrl};
 use crate::route::Role;
-use crate::shared::{Fleet, KvFacts, Shared, ToCore, Worker};
+use crate::shared::{Exceptions, Fleet, KvFacts, Shared, ToCore, Worker};
 
 /// Names one registration; the same URL added again is another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -393,8 +393,12 @@ impl Registry {
             .iter()
             .flat_map(|entry| entry.models.iter().map(|model| model.id.clone()))
             .collect();
-        self.publisher
-            .publish(Fleet::new(eligible, known_models, self.entries.len()));
+        self.publisher.publish(Fleet::new(
+            eligible,
+            &Exceptions::default(),
+            known_models,
+            self.entries.len(),
+        ));
         self.publisher.reclaim();
     }
 }

@@ -61,6 +61,8 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
             .map(|_| CoreShared::new(slot_count).unwrap())
             .collect(),
         admin,
+        refused: Default::default(),
+        refused_bell: Default::default(),
         draining: AtomicBool::new(false),
     });
     Parts {
@@ -92,6 +94,7 @@ pub fn pump(shared: &Shared, told: &mut Told) {
                     core.purged.push(slot);
                 }
                 ToCore::Flush => told.flush_count += 1,
+                ToCore::Stalled(_) => {}
                 ToCore::Drain => told.drain_count += 1,
                 ToCore::Stop => told.stop_count += 1,
             }

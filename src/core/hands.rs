@@ -7,10 +7,17 @@ use shards::{LoadGuard, Pin, Slot};
 use super::Core;
 use super::table::{Up, Use, Wire};
 use crate::config::Config;
-use crate::exchange::{Ask, Dial, NoSeat, PdEvent, Record, Seat, Session, World, message_start};
+use crate::exchange::{
+    Ask, Dial, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
+};
 use crate::ring::{Lease, Token};
 use crate::route::{self, Candidates, PolicyKind, Role, TreePrefixes};
 use crate::shared::{AdminRequest, Fleet, Outcome, Route, Worker};
+
+/// How long a core leaves a worker alone that it could not reach; the control thread judges it meanwhile.
+const SHUN_NS: u64 = 1_000_000_000;
+/// A core tries a worker that is out no more often than this.
+const TRIAL_PAUSE_NS: u64 = 250_000_000;
 
 /// What is true for one turn of the loop.
 #[derive(Clone, Copy)]
@@ -36,10 +43,65 @@ impl Hands<'_, '_> {
         self.core.downs.find(self.client)?.leg
     }
 
+    /// A seat on a worker that is out, if one is to be tried now: one request at a time, and not many a second.
+    fn try_worker(&mut self, ask: &Ask<'_>) -> Option<Seat> {
+        let fleet = self.turn.fleet;
+        for trial in &fleet.pool(ask.role).trials {
+            let Some(worker) = fleet.worker(trial.slot) else {
+                continue;
+            };
+            let serves = |model: &str| worker.models.iter().any(|m| **m == *model);
+            let fits = worker.models.is_empty() || ask.model.is_none_or(serves);
+            let now_ns = self.turn.now_ns;
+            let core = &mut *self.core;
+            let rested = core.tried_at.iter().all(|(slot, at)| {
+                *slot != trial.slot || now_ns.saturating_sub(*at) >= TRIAL_PAUSE_NS
+            });
+            if !fits || !rested || ask.tried.contains(&trial.slot) {
+                continue;
+            }
+            let books = core.shared.books;
+            let seen = books.in_flight(trial.slot);
+            if seen > trial.load_max {
+                continue;
+            }
+            // At the load that was seen: of two cores one gets it.
+            if let Ok(guard) = LoadGuard::acquire_at(books, worker.id, ask.prompt_bytes, seen) {
+                core.tried_at.retain(|(slot, _)| *slot != trial.slot);
+                core.tried_at.push((trial.slot, now_ns));
+                return Some(Seat {
+                    id: worker.id,
+                    is_trial: true,
+                    missing_bytes: None,
+                    guard,
+                });
+            }
+        }
+        None
+    }
+
+    /// Who is better left out this time: those already tried, those this core could not reach just now, and, for their
+    /// part of the requests, those that have just come back.
+    fn avoided(&mut self, ask: &Ask<'_>) -> Vec<Slot> {
+        let now_ns = self.turn.now_ns;
+        let core = &mut *self.core;
+        core.shunned.retain(|(_, until_ns)| *until_ns > now_ns);
+        let mut avoided = ask.tried.to_vec();
+        avoided.extend(core.shunned.iter().map(|(slot, _)| *slot));
+        for (slot, percent) in &self.turn.fleet.pool(ask.role).easing {
+            if core.random() % 100 >= u64::from(*percent) {
+                avoided.push(*slot);
+            }
+        }
+        avoided
+    }
+
     /// Takes a seat: the choice and its count in one step. When the seat was taken meanwhile, the choice is made anew.
+    /// `exclude`: who is out of the question.
     fn take_seat(
         &mut self,
         ask: &Ask<'_>,
+        exclude: &[Slot],
         candidates: &Candidates,
         length: Option<u64>,
     ) -> Option<Seat> {
@@ -63,11 +125,7 @@ impl Hands<'_, '_> {
                 shared.config.settings_of(ask.role),
                 length.map(|length| (&prefixes, length)),
                 candidates,
-                if closed.is_empty() {
-                    ask.tried
-                } else {
-                    &closed
-                },
+                if closed.is_empty() { exclude } else { &closed },
                 shared.books,
                 policy,
                 scratch,
@@ -86,6 +144,7 @@ impl Hands<'_, '_> {
                     let matched = route::bytes_of_blocks(decision.matched_blocks);
                     return Some(Seat {
                         id: worker.id,
+                        is_trial: false,
                         missing_bytes: length.map(|length| length.saturating_sub(matched)),
                         guard,
                     });
@@ -94,7 +153,7 @@ impl Hands<'_, '_> {
                 // Closed since this fleet was published: as if it had been tried.
                 Err(None) => {
                     if closed.is_empty() {
-                        closed.extend_from_slice(ask.tried);
+                        closed.extend_from_slice(exclude);
                     }
                     closed.push(decision.slot);
                 }
@@ -229,6 +288,9 @@ impl World for Hands<'_, '_> {
     fn choose(&mut self, ask: Ask<'_>) -> Result<Seat, NoSeat> {
         let began = self.clock_ns();
         let fleet = self.turn.fleet;
+        if ask.tried.is_empty() {
+            self.core.retry_budget.earn();
+        }
         let candidates = candidates(fleet, ask.role, ask.model)?;
         let core = &mut *self.core;
         if !ask.is_same_prompt {
@@ -245,7 +307,18 @@ impl World for Hands<'_, '_> {
             PolicyKind::CacheAware => core.chain_length,
             _ => None,
         };
-        let Some(seat) = self.take_seat(&ask, candidates, length) else {
+        let seat = match self.try_worker(&ask) {
+            Some(seat) => Some(seat),
+            None if self.core.shunned.is_empty() && fleet.pool(ask.role).easing.is_empty() => {
+                self.take_seat(&ask, ask.tried, candidates, length)
+            }
+            None => {
+                let exclude = self.avoided(&ask);
+                self.take_seat(&ask, &exclude, candidates, length)
+                    .or_else(|| self.take_seat(&ask, ask.tried, candidates, length))
+            }
+        };
+        let Some(seat) = seat else {
             return Err(if ask.tried.is_empty() {
                 NoSeat::NoneEligible
             } else {
@@ -386,10 +459,33 @@ impl World for Hands<'_, '_> {
         self.core.shared.admin.try_send(request).is_ok()
     }
 
-    fn worker_failed(&mut self, slot: Slot) {
-        self.core.stats().workers[usize::from(slot.0)]
-            .failures
-            .add(1);
+    fn judge(&mut self, slot: Slot, sign: Sign, is_trial: bool) {
+        let stats = &self.core.stats().workers[usize::from(slot.0)];
+        match sign {
+            Sign::Refused => {
+                stats.failures.add(1);
+                stats.refused.add(1);
+            }
+            Sign::Failed => stats.failures.add(1),
+            Sign::Error => stats.errors.add(1),
+            Sign::Busy => stats.busy.add(1),
+            Sign::Good => stats.successes.add(1),
+        }
+        match sign {
+            Sign::Good if is_trial => stats.trials_good.add(1),
+            Sign::Refused | Sign::Failed | Sign::Error if is_trial => stats.trials_bad.add(1),
+            _ => {}
+        }
+        if sign == Sign::Refused {
+            let until_ns = self.turn.now_ns + SHUN_NS;
+            self.core.shunned.push((slot, until_ns));
+            self.core.shared.refused.push(slot);
+            self.core.shared.refused_bell.notify_one();
+        }
+    }
+
+    fn may_retry(&mut self) -> bool {
+        self.core.retry_budget.take(self.turn.now_ns)
     }
 
     fn count_resend(&mut self) {
@@ -429,8 +525,10 @@ impl World for Hands<'_, '_> {
         self.core.stats().added.record(ns);
     }
 
-    fn record_gap(&mut self, ns: u64) {
-        self.core.stats().gap.record(ns);
+    fn record_piece(&mut self, slot: Slot, gap_ns: u64) {
+        let stats = self.core.stats();
+        stats.gap.record(gap_ns);
+        stats.workers[usize::from(slot.0)].pieces.add(1);
     }
 
     fn record(&mut self, record: Record) {

@@ -11,6 +11,7 @@
 //! - **C3** A place is freed only when the kernel holds no operation on its descriptor.
 //! - **C4** The pin of a turn is taken after the sleep and dropped before the next one: a sleeping core holds nothing back.
 
+mod budget;
 mod hands;
 mod shelf;
 mod table;
@@ -29,6 +30,7 @@ use crate::ring::{Abilities, Event, Received, Ring, RingLimits, Token, send_now}
 use crate::route::{self, Batches, Decision, KeySeed};
 use crate::shared::{CoreShared, CoreStats, Shared, ToCore};
 use crate::upstream::Idles;
+use budget::RetryBudget;
 use hands::{Hands, Turn, sleep_until};
 use shelf::Shelf;
 use table::{Down, Outgoing, Table, Up, Use, Wire, is_upstream};
@@ -133,6 +135,11 @@ pub struct Core {
     purging: Vec<Slot>,
     /// Sessions without a client, and since when, ns.
     orphans: Vec<(Token, u64)>,
+    retry_budget: RetryBudget,
+    /// Workers this core could not reach, and until when it leaves them alone, ns.
+    shunned: Vec<(Slot, u64)>,
+    /// Workers that are out and were tried, and when, ns.
+    tried_at: Vec<(Slot, u64)>,
 }
 
 impl Core {
@@ -165,6 +172,9 @@ impl Core {
             chain: Vec::new(),
             chain_length: None,
             orphans: Vec::new(),
+            retry_budget: RetryBudget::new(config.retry.budget_ratio),
+            shunned: Vec::new(),
+            tried_at: Vec::new(),
             scratch: Vec::new(),
             policy: route::Turn::new(seed.random_seed),
             seed: KeySeed(config.prefix_hash_seed),
@@ -271,6 +281,7 @@ impl Core {
                     self.shard.apply(Lesson::Purge { worker: slot });
                     self.purging.push(slot);
                 }
+                ToCore::Stalled(slot) => self.move_from(turn, slot),
                 ToCore::Flush => {
                     // Lessons on their way are from before the flush.
                     for receiver in &mut self.receivers {
@@ -280,6 +291,19 @@ impl Core {
                 }
                 ToCore::Drain => self.drain(turn),
                 ToCore::Stop => self.stop(),
+            }
+        }
+    }
+
+    /// What waits for a worker's answer may go elsewhere.
+    fn move_from(&mut self, turn: Turn<'_>, slot: Slot) {
+        for client in self.downs.tokens() {
+            let leg = self.downs.find(client).and_then(|down| down.leg);
+            let up = leg.and_then(|leg| self.ups.find(leg));
+            if up.is_some_and(|up| up.slot == slot) {
+                self.with_session(turn, client, |session, hands| {
+                    session.on_worker_stalled(hands)
+                });
             }
         }
     }

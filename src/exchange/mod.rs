@@ -33,7 +33,7 @@ use crate::route::{self, Fields, Role};
 use crate::shared::{AdminReply, AdminRequest, Outcome, Route, Worker};
 use endpoint::Endpoint;
 use pd::{Pd, Stage};
-pub use world::{Ask, Dial, NoSeat, PdEvent, Record, Seat, World};
+pub use world::{Ask, Dial, NoSeat, PdEvent, Record, Seat, Sign, World};
 
 /// Bytes of pipelined requests that wait behind a running exchange before the client is no longer read.
 const PIPELINE_BYTES_MAX: usize = 64 * 1024;
@@ -43,6 +43,10 @@ const PASS_WHOLE_BYTES_MAX: u64 = 64 * 1024;
 const RESERVE_BYTES_MAX: u64 = 4 << 20;
 /// A first part of an answer up to this size is copied behind its head, to leave in one send.
 const JOIN_BYTES_MAX: usize = 16 * 1024;
+/// The last event of a stream that cannot be completed; the blank line in front ends whatever event had begun.
+const BROKEN_OFF_EVENT: &[u8] = b"\n\ndata: {\"error\":{\"message\":\"the worker broke off before the answer was complete\",\"type\":\"upstream_error\",\"param\":null,\"code\":\"worker_broke_off\"}}\n\n";
+/// Stands for a status where a worker broke off with the request in its hands.
+const BROKE_WITH_REQUEST: u16 = 1;
 /// How long a client that has ended its direction may wait in silence before it is asked whether it is still there.
 const PROBE_AFTER_NS: u64 = 200_000_000;
 /// Room in front of the forwarded fields for request line, Host and Content-Length, besides the target's own length.
@@ -100,6 +104,8 @@ struct Exchange {
     request_id: Vec<u8>,
     seat: Option<LoadGuard>,
     slot: Slot,
+    /// The worker is out, and this attempt tries whether it is well.
+    is_trial: bool,
     /// Among which workers the running leg's was chosen.
     role: Role,
     /// Of them, those that have failed this request.
@@ -118,6 +124,7 @@ struct Exchange {
     outgoing: Body,
     relay: Relay,
     status: u16,
+    is_event_stream: bool,
     worker_keeps: bool,
     keep_alive: bool,
     /// What the answer's head leaves of `keep_alive`.
@@ -282,7 +289,7 @@ impl Session {
             }
             State::Streaming if world.is_client_held() => {
                 // We do not read the client because the worker does not take what it sent: the worker is late.
-                world.worker_failed(exchange.slot);
+                sign(exchange, world, Sign::Failed);
                 let refusal = Refusal::new(
                     504,
                     "worker_timeout",
@@ -304,7 +311,7 @@ impl Session {
                 world.deadline(limit(exchange, world));
             }
             State::Waiting => {
-                world.worker_failed(exchange.slot);
+                sign(exchange, world, Sign::Failed);
                 let is_prefill = exchange
                     .pd
                     .as_ref()
@@ -319,7 +326,7 @@ impl Session {
             // The worker is not read because the client does not read: the client is late.
             State::Relaying if world.is_worker_held() => self.on_client_gone(world),
             State::Relaying => {
-                world.worker_failed(exchange.slot);
+                sign(exchange, world, Sign::Failed);
                 self.break_off(world);
             }
         }
@@ -444,7 +451,7 @@ impl Session {
                 exchange.worker_keeps = false;
                 return self.complete(world);
             }
-            world.worker_failed(exchange.slot);
+            sign(exchange, world, Sign::Failed);
             return self.break_off(world);
         }
         if exchange.message_is_out {
@@ -458,7 +465,16 @@ impl Session {
             let slot = exchange.slot;
             return self.dial(world, slot, true);
         }
-        world.worker_failed(exchange.slot);
+        let is_early = exchange.leg != Leg::Reused && !exchange.answer_begun;
+        sign(
+            exchange,
+            world,
+            if is_early {
+                Sign::Refused
+            } else {
+                Sign::Failed
+            },
+        );
         self.leg_lost(world);
     }
 
@@ -467,8 +483,12 @@ impl Session {
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
-        exchange.leg = Leg::None;
-        if !self.retry(world, 0) {
+        let leg = std::mem::replace(&mut exchange.leg, Leg::None);
+        let how = match leg {
+            Leg::Fresh | Leg::Reused => BROKE_WITH_REQUEST,
+            Leg::None | Leg::Connecting => 0,
+        };
+        if !self.retry(world, how) {
             let refusal = Refusal::new(
                 502,
                 "worker_failed",
@@ -674,6 +694,8 @@ impl Session {
             request_id,
             seat: None,
             slot: Slot(0),
+            is_trial: false,
+            is_event_stream: false,
             role: match world.config().pd {
                 Some(_) => pd::role_of(route),
                 None => Role::Regular,
@@ -926,15 +948,39 @@ impl Session {
         world.deadline(at);
     }
 
-    /// Another worker, if this request may still go to one. `status`: of an answer that is not passed on; 0: none came.
+    /// The worker has shown no sign of life for too long while its peers work. What has had no answer yet goes to another
+    /// one; what cannot, waits on.
+    pub fn on_worker_stalled<W: World>(&mut self, world: &mut W) {
+        if self
+            .exchange
+            .as_ref()
+            .is_some_and(|x| x.state == State::Waiting)
+        {
+            self.move_on(world, 0);
+        }
+    }
+
+    /// Another worker, if this request may still go to one and the budget allows. `status`: of an answer that is not
+    /// passed on; 0: none came, [`BROKE_WITH_REQUEST`].
     fn retry<W: World>(&mut self, world: &mut W, status: u16) -> bool {
         let Some(exchange) = self.exchange.as_mut() else {
             return false;
         };
+        // The same plain 500 from two workers, or two that broke off over it, is the request's doing; a third would not
+        // help, only suffer.
+        let poison = matches!(status, 500 | BROKE_WITH_REQUEST) && exchange.last_failure == status;
         let most = world.config().retry.retries_max;
-        // The same plain 500 from two workers is the request's doing; a third would not help, only suffer.
-        let poison = status == 500 && exchange.last_failure == 500;
-        if exchange.retries >= most || poison || !can_replay(exchange) {
+        if poison || exchange.retries >= most || !can_replay(exchange) || !world.may_retry() {
+            return false;
+        }
+        self.move_on(world, status)
+    }
+
+    fn move_on<W: World>(&mut self, world: &mut W, status: u16) -> bool {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return false;
+        };
+        if exchange.retries >= world.config().retry.retries_max || !can_replay(exchange) {
             return false;
         }
         exchange.last_failure = status;
@@ -1042,7 +1088,7 @@ impl Session {
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
-        world.worker_failed(exchange.slot);
+        sign(exchange, world, Sign::Failed);
         self.fail(
             world,
             &Refusal::new(502, "bad_answer", "the worker's answer was malformed"),
@@ -1070,7 +1116,7 @@ impl Session {
         let added = world.clock_ns().saturating_sub(now);
         world.record_added(added);
         let Ok(progress) = joined else {
-            world.worker_failed(exchange.slot);
+            sign(exchange, world, Sign::Failed);
             return self.break_off(world);
         };
         if progress.done {
@@ -1091,7 +1137,7 @@ impl Session {
         };
         let now = world.now_ns();
         if from == 0 {
-            world.record_gap(now - exchange.last_piece_ns);
+            world.record_piece(exchange.slot, now - exchange.last_piece_ns);
         }
         exchange.last_piece_ns = now;
         let bytes = &piece.as_ref()[from..];
@@ -1117,7 +1163,7 @@ impl Session {
         };
         match progress {
             Err(body::Broken) => {
-                world.worker_failed(exchange.slot);
+                sign(exchange, world, Sign::Failed);
                 self.break_off(world);
             }
             Ok(progress) if progress.done => {
@@ -1149,18 +1195,27 @@ impl Session {
             400..500 => Outcome::ClientError,
             _ => Outcome::WorkerError,
         };
+        if outcome == Outcome::Ok && !exchange.is_event_stream {
+            sign(&exchange, world, Sign::Good);
+        }
         finish(exchange, world, outcome);
         self.next(world, keep);
     }
 
-    /// The answer cannot be completed, and the client must be able to tell: what came goes out, then the connection ends
-    /// with the body unended. Where only the connection's end would end the body, it is a reset.
+    /// The answer cannot be completed, and the client must be able to tell: what came goes out, a stream of events gets
+    /// one that says so, then the connection ends with the body unended. Where only the connection's end would end the
+    /// body, it is a reset.
     fn break_off<W: World>(&mut self, world: &mut W) {
         let Some(exchange) = self.exchange.take() else {
             return;
         };
         end_leg(&exchange, world, false);
         let relay = exchange.relay;
+        if exchange.is_event_stream && exchange.outgoing.is_between_chunks() {
+            let mut out = world.buffer();
+            push_chunk(&mut out, BROKEN_OFF_EVENT);
+            world.send(out);
+        }
         finish(exchange, world, Outcome::Broken);
         self.finished = true;
         self.inbox = Vec::new();
@@ -1323,9 +1378,20 @@ fn model(exchange: &Exchange) -> Option<std::borrow::Cow<'_, str>> {
 /// Chooses a worker and takes its count; an earlier attempt's count is given back by being replaced.
 fn choose<W: World>(exchange: &mut Exchange, world: &mut W) -> Result<Slot, NoSeat> {
     let seat = take_seat(exchange, world, false)?;
-    exchange.slot = seat.id.slot;
-    exchange.seat = Some(seat.guard);
+    sit(exchange, seat);
     Ok(exchange.slot)
+}
+
+/// The exchange's count and worker from now on; the earlier ones are given back.
+fn sit(exchange: &mut Exchange, seat: Seat) {
+    exchange.slot = seat.id.slot;
+    exchange.is_trial = seat.is_trial;
+    exchange.seat = Some(seat.guard);
+}
+
+/// Tells what the attempt says of its worker.
+fn sign<W: World>(exchange: &Exchange, world: &mut W, sign: Sign) {
+    world.judge(exchange.slot, sign, exchange.is_trial);
 }
 
 fn take_seat<W: World>(
@@ -1402,6 +1468,14 @@ fn read_head<W: World>(
         Ok(Some((head, ..))) if head.status < 200 => Head::Interim(head.len_bytes),
         Ok(Some((head, relay, keep_alive))) => {
             exchange.status = head.status;
+            exchange.is_event_stream = head.is_event_stream;
+            match head.status {
+                429 | 503 => sign(exchange, world, Sign::Busy),
+                500.. => sign(exchange, world, Sign::Error),
+                // A stream may last for hours: that it begins says enough.
+                ..400 if head.is_event_stream => sign(exchange, world, Sign::Good),
+                _ => {}
+            }
             exchange.relay = relay;
             exchange.outgoing = Body::new(head.framing);
             exchange.worker_keeps = head.keep_alive && head.framing != Framing::Close;

@@ -280,7 +280,7 @@ impl Session {
 
     fn leg_broke<W: World>(&mut self, world: &mut W) {
         if let Some(exchange) = &self.exchange {
-            world.worker_failed(exchange.slot);
+            super::sign(exchange, world, super::Sign::Failed);
             end_leg(exchange, world, false);
         }
         self.leg_lost(world);
@@ -291,7 +291,9 @@ impl Session {
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
-        let Exchange { pd, slot, .. } = &mut **exchange;
+        let Exchange {
+            pd, slot, is_trial, ..
+        } = &mut **exchange;
         let Some(pd) = pd else { return };
         let Ok(answer) = route::read_prefill_answer(&pd.collected) else {
             return self.leg_broke(world);
@@ -321,6 +323,7 @@ impl Session {
             );
             return self.fail(world, &refusal);
         }
+        world.judge(*slot, super::Sign::Good, *is_trial);
         pd.params = params;
         pd.is_used = false;
         pd.holder = world.worker(*slot).map(|worker| worker.id);
@@ -341,9 +344,8 @@ impl Session {
         std::mem::swap(tried, &mut pd.other_tried);
         match pd.reserved.take() {
             Some(seat) => {
-                exchange.slot = seat.id.slot;
                 // The prefill worker's count is given back by being replaced.
-                exchange.seat = Some(seat.guard);
+                super::sit(exchange, seat);
                 let slot = exchange.slot;
                 self.dial(world, slot, false);
             }
@@ -427,8 +429,7 @@ pub(super) fn choose_seats<W: World>(
         if seat.missing_bytes.is_some_and(|missing| missing < below) {
             world.count_pd(PdEvent::Skipped);
             pd.stage = Stage::Decode;
-            exchange.slot = seat.id.slot;
-            exchange.seat = Some(seat.guard);
+            super::sit(exchange, seat);
             return Ok(exchange.slot);
         }
         std::mem::swap(&mut exchange.tried, &mut pd.other_tried);
@@ -437,8 +438,7 @@ pub(super) fn choose_seats<W: World>(
     }
     exchange.role = Role::Prefill;
     let seat = super::take_seat(exchange, world, is_same_prompt)?;
-    exchange.slot = seat.id.slot;
-    exchange.seat = Some(seat.guard);
+    super::sit(exchange, seat);
     Ok(exchange.slot)
 }
 

@@ -128,7 +128,7 @@ impl Session {
         let leg = std::mem::replace(&mut exchange.leg, Leg::None);
         match leg {
             Leg::Connecting => {
-                world.worker_failed(exchange.slot);
+                super::sign(exchange, world, super::Sign::Failed);
                 self.release_elsewhere(world);
             }
             // Closed while idle, just as we used it: nobody has read the request.

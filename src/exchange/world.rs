@@ -31,10 +31,27 @@ pub struct Ask<'a> {
 pub struct Seat {
     /// The worker, in this life.
     pub id: WorkerId,
+    /// The worker is out, and this request tries whether it is well again.
+    pub is_trial: bool,
     /// Bytes of the prompt that it does not hold, as far as is known; `None`: the request has no key.
     pub missing_bytes: Option<u64>,
     /// Gives the count back when dropped.
     pub guard: LoadGuard,
+}
+
+/// What an attempt tells of its worker. A 4xx is the client's doing and tells nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sign {
+    /// No connection, or one that broke before a byte of an answer.
+    Refused,
+    /// Broken off, malformed, or out of time.
+    Failed,
+    /// A 5xx answer other than 503.
+    Error,
+    /// 429 or 503: alive, and has no room.
+    Busy,
+    /// An answer below 400, whole; of a stream its begin.
+    Good,
 }
 
 /// What happened to a request in two legs, to be counted.
@@ -169,8 +186,10 @@ pub trait World {
     /// Hands a request over to the control plane; `false`: it is too busy.
     fn hand_over(&mut self, request: AdminRequest) -> bool;
 
-    /// A worker failed an attempt.
-    fn worker_failed(&mut self, slot: Slot);
+    /// What an attempt told of its worker.
+    fn judge(&mut self, slot: Slot, sign: Sign, is_trial: bool);
+    /// Whether the retry budget allows another one; takes it.
+    fn may_retry(&mut self) -> bool;
     /// A reused connection had died; the request was sent again.
     fn count_resend(&mut self);
     /// The request went to another worker.
@@ -183,8 +202,8 @@ pub trait World {
     fn count_malformed(&mut self);
     /// The router's own added time of one half of an exchange, ns.
     fn record_added(&mut self, ns: u64);
-    /// The time between two pieces of an answer, ns.
-    fn record_gap(&mut self, ns: u64);
+    /// A further piece of an answer came from a worker, so long after the one before, ns.
+    fn record_piece(&mut self, slot: Slot, gap_ns: u64);
     /// An exchange is over.
     fn record(&mut self, record: Record);
 }
