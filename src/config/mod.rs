@@ -321,6 +321,14 @@ impl Config {
         }
     }
 
+    /// The roles of workers that a request needs: without a ready worker of each, nothing can be served.
+    pub fn needed_roles(&self) -> &'static [Role] {
+        match &self.pd {
+            Some(_) => &[Role::Prefill, Role::Decode],
+            None => &[Role::Regular],
+        }
+    }
+
     /// The effective settings for operators. Listed one by one, so that nothing secret slips in.
     pub fn public_json(&self) -> serde_json::Value {
         let mut shown = self.general_json();

@@ -164,11 +164,16 @@ async fn health(State(plane): Plain) -> Response {
             "no workers registered",
         );
     }
-    if ready_count < total_count {
-        let message = format!(
-            "{} of {total_count} workers are not healthy",
-            total_count - ready_count
-        );
+    let not_ready_count = total_count - ready_count;
+    // A role without any worker leaves none that is not healthy.
+    let missing = plane.shared.config.pd.as_ref().and(registry.obstacle());
+    if not_ready_count > 0 || missing.is_some() {
+        let message = match missing {
+            Some(missing) => {
+                format!("{missing}; {not_ready_count} of {total_count} workers are not healthy")
+            }
+            None => format!("{not_ready_count} of {total_count} workers are not healthy"),
+        };
         return reply::error(
             StatusCode::SERVICE_UNAVAILABLE,
             "workers_unhealthy",
@@ -187,10 +192,8 @@ async fn readiness(State(plane): Plain) -> Response {
     let (ready_count, total_count) = (registry.ready_count(), registry.entries().len());
     let reason = if plane.shared.is_draining() {
         "draining"
-    } else if total_count == 0 {
-        "no workers registered"
-    } else if ready_count == 0 {
-        "no healthy workers"
+    } else if let Some(obstacle) = registry.obstacle() {
+        obstacle
     } else {
         let body = json!({"status": "ready", "healthy_workers": ready_count, "total_workers": total_count});
         return reply::json(StatusCode::OK, &body);

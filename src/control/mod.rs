@@ -24,7 +24,7 @@ use std::time::Duration;
 use shards::{Load, Publisher};
 use tokio::sync::{mpsc, watch as latest};
 
-use crate::config::{WorkerSpec, WorkerUrl};
+use crate::config::{Config, WorkerSpec, WorkerUrl};
 use crate::route::Role;
 use crate::shared::{AdminRequest, Fleet, Shared};
 use drain::Drain;
@@ -184,6 +184,7 @@ async fn run(
             tracing::error!(worker = %url, "worker not registered: no free slot");
         }
     }
+    report_settings(&plane.shared.config);
     tokio::spawn(watch::report_start(plane.clone()));
     if let Some(listener) = metrics_listener {
         tokio::spawn(metrics::serve(plane.clone(), listener));
@@ -212,6 +213,34 @@ async fn run(
             _ = changes.changed() => {}
             () = tokio::time::sleep(pause) => {}
         }
+    }
+}
+
+/// The effective settings, once, a line for each role.
+fn report_settings(config: &Config) {
+    for role in config.needed_roles() {
+        let settings = config.settings_of(*role);
+        tracing::info!(
+            role = role.label(),
+            policy = settings.policy.name(),
+            cache_threshold = settings.cache_threshold,
+            balance_abs_threshold = settings.balance_abs_threshold,
+            balance_rel_threshold = settings.balance_rel_threshold,
+            common_prefix_threshold = settings.common_prefix_threshold,
+            "effective settings"
+        );
+    }
+    if let Some(pd) = &config.pd {
+        tracing::info!(
+            kv_connector = pd.connector.name(),
+            discovery_address = pd.discovery_address.as_deref().unwrap_or("none"),
+            missing_transfer = if pd.allows_missing_transfer {
+                "decode"
+            } else {
+                "error"
+            },
+            "prefill/decode disaggregation is on"
+        );
     }
 }
 
@@ -370,6 +399,8 @@ fn view_of(
     }
 }
 
+#[cfg(test)]
+mod pd_tests;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]

@@ -170,6 +170,30 @@ impl Registry {
         self.entries.iter().filter(|entry| entry.is_ready()).count()
     }
 
+    /// Of the roles that a request needs, those without a ready worker. Empty: the router can serve.
+    pub fn missing_roles(&self) -> Vec<Role> {
+        let is_there = |role| {
+            let mut entries = self.entries.iter();
+            entries.any(|entry| entry.role == role && entry.is_ready())
+        };
+        let needed = self.shared.config.needed_roles().iter().copied();
+        needed.filter(|role| !is_there(*role)).collect()
+    }
+
+    /// What is missing, in words; none: the router can serve.
+    pub fn obstacle(&self) -> Option<&'static str> {
+        if self.entries.is_empty() {
+            return Some("no workers registered");
+        }
+        match self.missing_roles()[..] {
+            [] => None,
+            [Role::Regular, ..] => Some("no healthy workers"),
+            [Role::Prefill] => Some("no prefill worker is ready"),
+            [Role::Decode] => Some("no decode worker is ready"),
+            _ => Some("no prefill worker and no decode worker is ready"),
+        }
+    }
+
     /// Registers a worker; it gets requests after its first good probe.
     pub fn add(&mut self, worker: impl Into<WorkerSpec>, was_added: bool) -> Result<Key, AddError> {
         let WorkerSpec {

@@ -1,5 +1,6 @@
 //! Parts for tests: the shared state without cores, stand-ins for cores, and a worker that answers probes.
 
+use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
@@ -7,10 +8,11 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use clap::Parser;
 use shards::{Books, Domain, Publisher, Reader, TreeLimits};
 use tokio::sync::mpsc;
 
-use crate::config::Config;
+use crate::config::{Cli, Config};
 use crate::shared::{AdminReply, AdminRequest, CoreShared, Fleet, Shared, ToCore};
 
 /// Longest wait for something that must happen.
@@ -31,6 +33,35 @@ pub fn config() -> Config {
     config.health.interval = Duration::from_millis(20);
     config.health.timeout = Duration::from_secs(2);
     config
+}
+
+/// P/D with these workers and flags, and a fast rhythm.
+pub fn pd_config(prefill: &[&FakeWorker], decode: &[&FakeWorker], flags: &[&str]) -> Config {
+    let mut line: Vec<String> = [
+        "corelane",
+        "--cores",
+        "1",
+        "--port",
+        "0",
+        "--prometheus-port",
+        "0",
+        "--max-connections",
+        "1024",
+        "--vllm-pd-disaggregation",
+    ]
+    .map(String::from)
+    .to_vec();
+    line.extend(flags.iter().map(|flag| (*flag).to_owned()));
+    for (flag, workers) in [("--prefill", prefill), ("--decode", decode)] {
+        for worker in workers {
+            line.extend([flag.to_owned(), worker.url()]);
+        }
+    }
+    let fast = config();
+    Config {
+        health: fast.health,
+        ..Config::from_cli(Cli::try_parse_from(line).unwrap()).unwrap()
+    }
 }
 
 /// What the planes share, and the ends that its owners hold.
@@ -107,6 +138,8 @@ pub struct FakeWorker {
     pub address: SocketAddr,
     pub status: Arc<AtomicU16>,
     pub heads: Arc<Mutex<Vec<String>>>,
+    /// Bodies of further paths, each answered with 200.
+    pub pages: Arc<Mutex<BTreeMap<String, String>>>,
     is_over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
@@ -125,9 +158,15 @@ impl FakeWorker {
         );
         let heads = Arc::new(Mutex::new(Vec::new()));
         let models = models.to_owned();
-        let seen = (status.clone(), is_over.clone(), heads.clone());
+        let pages = Arc::new(Mutex::new(BTreeMap::new()));
+        let seen = (
+            status.clone(),
+            is_over.clone(),
+            heads.clone(),
+            pages.clone(),
+        );
         let thread = std::thread::spawn(move || {
-            let (status, is_over, heads) = seen;
+            let (status, is_over, heads, pages) = seen;
             for stream in listener.incoming() {
                 if is_over.load(Ordering::Relaxed) {
                     return;
@@ -137,6 +176,7 @@ impl FakeWorker {
                     status.load(Ordering::Relaxed),
                     &models,
                     &heads,
+                    &pages,
                 );
             }
         });
@@ -144,9 +184,15 @@ impl FakeWorker {
             address,
             status,
             heads,
+            pages,
             is_over,
             thread: Some(thread),
         }
+    }
+
+    pub fn page(&self, path: &str, body: &str) {
+        let mut pages = self.pages.lock().unwrap();
+        pages.insert(path.to_owned(), body.to_owned());
     }
 
     pub fn url(&self) -> String {
@@ -162,7 +208,13 @@ impl Drop for FakeWorker {
     }
 }
 
-fn serve(mut stream: TcpStream, status: u16, models: &str, heads: &Mutex<Vec<String>>) {
+fn serve(
+    mut stream: TcpStream,
+    status: u16,
+    models: &str,
+    heads: &Mutex<Vec<String>>,
+    pages: &Mutex<BTreeMap<String, String>>,
+) {
     let mut head = Vec::new();
     let mut piece = [0; 1024];
     while !head.ends_with(b"\r\n\r\n") {
@@ -172,7 +224,10 @@ fn serve(mut stream: TcpStream, status: u16, models: &str, heads: &Mutex<Vec<Str
         }
     }
     let head = String::from_utf8(head).unwrap();
-    let (status, body) = match head.split(' ').nth(1) {
+    let path = head.split(' ').nth(1);
+    let page = path.and_then(|path| pages.lock().unwrap().get(path).cloned());
+    let (status, body) = match path {
+        _ if page.is_some() => (200, page.as_deref().unwrap()),
         Some("/health") => (status, ""),
         Some("/v1/models") if models.is_empty() => (404, ""),
         Some("/v1/models") => (200, models),

@@ -13,15 +13,15 @@ use crate::config::{Config, Secret};
 use crate::exchange::paths::is_admin_path;
 use crate::shared::AdminReply;
 
-struct Rig {
-    parts: Parts,
+pub(super) struct Rig {
+    pub(super) parts: Parts,
     control: Option<Control>,
     told: Told,
     token: u64,
     metrics: std::net::SocketAddr,
 }
 
-fn rig(workers: &[&FakeWorker], change: impl FnOnce(&mut Config)) -> Rig {
+pub(super) fn rig(workers: &[&FakeWorker], change: impl FnOnce(&mut Config)) -> Rig {
     let mut config = config();
     config.workers = workers
         .iter()
@@ -57,18 +57,18 @@ impl Drop for Rig {
 }
 
 impl Rig {
-    fn control(&self) -> &Control {
+    pub(super) fn control(&self) -> &Control {
         self.control.as_ref().unwrap()
     }
 
-    fn ready(&self, count: usize) {
+    pub(super) fn ready(&self, count: usize) {
         assert!(
             self.control().wait_ready(count, PATIENCE),
             "{count} workers ready"
         );
     }
 
-    fn send(&mut self, method: &str, target: &str, body: &str) -> u64 {
+    pub(super) fn send(&mut self, method: &str, target: &str, body: &str) -> u64 {
         self.token += 1;
         let request = AdminRequest {
             core: 1,
@@ -82,7 +82,7 @@ impl Rig {
         self.token
     }
 
-    fn wait_for(&mut self, token: u64) -> AdminReply {
+    pub(super) fn wait_for(&mut self, token: u64) -> AdminReply {
         let mut found = None;
         until("an admin reply", || {
             pump(&self.parts.shared, &mut self.told);
@@ -93,7 +93,12 @@ impl Rig {
         found.unwrap()
     }
 
-    fn ask(&mut self, method: &str, target: &str, body: &str) -> (u16, String, AdminReply) {
+    pub(super) fn ask(
+        &mut self,
+        method: &str,
+        target: &str,
+        body: &str,
+    ) -> (u16, String, AdminReply) {
         let token = self.send(method, target, body);
         let reply = self.wait_for(token);
         (
@@ -103,7 +108,7 @@ impl Rig {
         )
     }
 
-    fn get(&mut self, target: &str) -> (u16, Value) {
+    pub(super) fn get(&mut self, target: &str) -> (u16, Value) {
         let (status, text, _) = self.ask("GET", target, "");
         (
             status,
@@ -111,7 +116,7 @@ impl Rig {
         )
     }
 
-    fn scrape(&self, accept: &str) -> String {
+    pub(super) fn scrape(&self, accept: &str) -> String {
         let mut stream = TcpStream::connect(self.metrics).unwrap();
         write!(
             stream,
@@ -124,11 +129,12 @@ impl Rig {
     }
 }
 
-fn encoded(url: &str) -> String {
+pub(super) fn encoded(url: &str) -> String {
     percent_encoding::utf8_percent_encode(url, percent_encoding::NON_ALPHANUMERIC).to_string()
 }
 
-const MODEL: &str = r#"{"object":"list","data":[{"id":"m","root":"org/m","max_model_len":4096}]}"#;
+pub(super) const MODEL: &str =
+    r#"{"object":"list","data":[{"id":"m","root":"org/m","max_model_len":4096}]}"#;
 
 #[test]
 fn one_good_worker_is_enough_and_a_late_one_joins() {

@@ -102,7 +102,15 @@ fn is_overdue(plane: &Plane, key: Key, waited: Duration) -> bool {
 pub(super) async fn report_start(plane: Arc<Plane>) {
     let total_count = plane.registry().entries().len();
     if total_count == 0 {
-        tracing::warn!("no workers yet: add them with POST /add_worker?url=");
+        match &plane.shared.config.pd {
+            None => tracing::warn!("no workers yet: add them with POST /add_worker?url="),
+            Some(pd) if pd.discovery_address.is_some() => {
+                tracing::info!("no workers yet: engines register themselves");
+            }
+            Some(_) => tracing::warn!(
+                "no workers yet: add them with POST /add_worker?url=&worker_type=prefill (or decode)"
+            ),
+        }
         return;
     }
     let mut changes = plane.changes.subscribe();
@@ -110,21 +118,34 @@ pub(super) async fn report_start(plane: Arc<Plane>) {
     let first_look = period.min(Duration::from_secs(5));
     let _ = tokio::time::timeout(
         first_look,
-        changes.wait_for(|_| plane.registry().ready_count() > 0),
+        changes.wait_for(|_| plane.registry().obstacle().is_none()),
     )
     .await;
     // All probes have begun at once: give the others the moment that the first did not need.
     tokio::time::sleep(Duration::from_millis(200)).await;
     loop {
         let (ready_count, missing) = missing(&plane);
+        let obstacle = plane.registry().obstacle();
         if missing.is_empty() {
-            tracing::info!(ready_count, "all workers have been ready");
+            match obstacle {
+                Some(obstacle) if plane.shared.config.pd.is_some() => tracing::warn!(
+                    ready_count,
+                    "all workers have been ready, but nothing can be served: {obstacle}"
+                ),
+                _ => tracing::info!(ready_count, "all workers have been ready"),
+            }
             return;
         }
         let missing_count = missing.len();
         let listed = missing.into_iter().take(8).collect::<Vec<_>>().join("; ");
         if ready_count == 0 {
             tracing::warn!(missing_count, "no worker is ready yet: {listed}");
+        } else if let Some(obstacle) = obstacle {
+            tracing::warn!(
+                ready_count,
+                missing_count,
+                "not serving yet, {obstacle}: {listed}"
+            );
         } else {
             tracing::warn!(
                 ready_count,
