@@ -16,8 +16,8 @@ use prometheus_client::registry::Registry;
 use shards::HistogramSnapshot;
 
 use super::{Plane, WorkerView, reply};
-use crate::route::Reason;
-use crate::shared::{CoreStats, Outcome, Route};
+use crate::route::{Reason, Role};
+use crate::shared::{CoreStats, Outcome, PdStats, Route, WHOLE_REASONS};
 use families::{Families, Label};
 
 mod families;
@@ -88,6 +88,10 @@ impl Collector for Scrape {
         self.workers(&mut out, &workers)?;
         self.times(&mut out)?;
         self.tree(&mut out)?;
+        if self.0.shared.config.pd.is_some() {
+            self.pd(&mut out)?;
+            self.pd_workers(&mut out, &workers)?;
+        }
         self.connections(&mut out)
     }
 }
@@ -192,7 +196,7 @@ impl Scrape {
     }
 
     fn decisions(&self, out: &mut Families) -> fmt::Result {
-        let policy = self.0.shared.config.settings.policy.name();
+        let (policy, stage) = self.policy_and_stage();
         out.counters(
             "corelane_decisions",
             "Choices of a worker, by reason",
@@ -210,7 +214,7 @@ impl Scrape {
         let labels = |outcome: &'static str| {
             [
                 ("policy", policy.into()),
-                ("stage", "regular".into()),
+                ("stage", stage.into()),
                 ("outcome", outcome.into()),
             ]
         };
@@ -240,6 +244,17 @@ impl Scrape {
             "Choices against the prefix because its worker was overloaded",
             of("load_imbalance"),
         )
+    }
+
+    /// Labels of decisions. The cores count those of both legs together: where the roles' policies differ, it is
+    /// neither's.
+    fn policy_and_stage(&self) -> (&'static str, &'static str) {
+        let config = &self.0.shared.config;
+        match &config.pd {
+            None => (config.settings.policy.name(), "regular"),
+            Some(pd) if pd.prefill.policy == pd.decode.policy => (pd.prefill.policy.name(), "all"),
+            Some(_) => ("mixed", "all"),
+        }
     }
 
     fn fleet(&self, out: &mut Families, workers: &[WorkerView]) -> fmt::Result {
@@ -282,7 +297,7 @@ impl Scrape {
     }
 
     fn workers(&self, out: &mut Families, workers: &[WorkerView]) -> fmt::Result {
-        let policy = self.0.shared.config.settings.policy.name();
+        let config = &self.0.shared.config;
         let label = |worker: &WorkerView| [("worker", Label::Shared(worker.url.clone()))];
         let each = |read: fn(&WorkerView) -> u64| {
             workers
@@ -343,7 +358,10 @@ impl Scrape {
             workers.iter().map(|worker| {
                 (
                     [
-                        ("policy", policy.into()),
+                        (
+                            "policy",
+                            config.settings_of(worker.role).policy.name().into(),
+                        ),
                         ("worker", Label::Shared(worker.url.clone())),
                     ],
                     worker.chosen,
@@ -364,6 +382,130 @@ impl Scrape {
             "corelane_worker_failures",
             "Exchanges that failed with the worker",
             each(|w| w.failures),
+        )
+    }
+
+    /// What the cores count of requests in two legs.
+    fn pd(&self, out: &mut Families) -> fmt::Result {
+        let sum = |read: fn(&PdStats) -> u64| self.sum(|stats| read(&stats.pd));
+        out.counter(
+            "vllm_router_pd_requests",
+            "Requests that went in two legs",
+            sum(|pd| pd.requests.value()),
+        )?;
+        out.counter(
+            "vllm_router_pd_missing_kv_transfer_params",
+            "Prefill answers without transfer parameters",
+            sum(|pd| pd.missing_transfer.value()),
+        )?;
+        out.counter(
+            "vllm_router_pd_handovers",
+            "Prefill legs that ended with transfer parameters",
+            sum(|pd| pd.handovers.value()),
+        )?;
+        // Ends first: an orphan that ends between the reads is then no negative number.
+        let released = sum(|pd| pd.orphans_released.value());
+        let lost = sum(|pd| pd.orphans_lost.value());
+        let orphans = sum(|pd| pd.orphans.value());
+        out.counters(
+            "vllm_router_pd_orphaned_handovers",
+            "Hand-overs that no decode worker got, by what became of their blocks",
+            [("released", released), ("lost", lost)]
+                .into_iter()
+                .map(|(outcome, count)| ([("outcome", outcome.into())], count)),
+        )?;
+        out.gauge(
+            "vllm_router_pd_orphaned_handovers_in_flight",
+            "Hand-overs whose blocks are being released",
+            orphans.saturating_sub(released).saturating_sub(lost),
+        )?;
+        let cores = self.0.shared.cores.iter();
+        let oldest_ns = cores.map(|core| core.stats.pd.oldest_orphan_ns.value());
+        out.seconds(
+            "vllm_router_pd_orphaned_handover_oldest_seconds",
+            "Age of the oldest of them; 0: none",
+            oldest_ns.max().unwrap_or(0),
+        )?;
+        out.counter(
+            "vllm_router_pd_skipped_prefill",
+            "Requests without a prefill leg because decode lacked too little",
+            sum(|pd| pd.skipped_prefill.value()),
+        )?;
+        out.counter(
+            "vllm_router_pd_stale_handovers",
+            "Hand-overs too old to be used, or of a prefill worker that restarted",
+            sum(|pd| pd.stale_handovers.value()),
+        )?;
+        out.counters(
+            "vllm_router_pd_whole_requests",
+            "Requests sent whole to a decode worker, by reason",
+            WHOLE_REASONS
+                .into_iter()
+                .enumerate()
+                .map(|(index, reason)| {
+                    let count = self.sum(|stats| stats.pd.whole[index].value());
+                    ([("reason", reason.into())], count)
+                }),
+        )?;
+        out.counter(
+            "vllm_router_pd_usage_fixed",
+            "Answers whose usage was put right with that of prefill",
+            sum(|pd| pd.usage_fixed.value()),
+        )?;
+        let cores = self.0.shared.cores.iter();
+        let gap = families::merge(cores.map(|core| core.stats.pd.handover_gap.snapshot()));
+        out.histogram(
+            "vllm_router_pd_handover_gap_seconds",
+            "From the end of prefill to the dispatch of decode",
+            gap.as_ref(),
+        )
+    }
+
+    /// vllm-router's families of one role's workers.
+    fn pd_workers(&self, out: &mut Families, workers: &[WorkerView]) -> fmt::Result {
+        let of = |role: Role, read: fn(&WorkerView) -> u64| {
+            let workers = workers.iter().filter(move |worker| worker.role == role);
+            workers.map(move |worker| {
+                (
+                    [("worker", Label::Shared(worker.url.clone()))],
+                    read(worker),
+                )
+            })
+        };
+        out.counters(
+            "vllm_router_pd_prefill_requests",
+            "Times the prefill worker was chosen",
+            of(Role::Prefill, |w| w.chosen),
+        )?;
+        out.counters(
+            "vllm_router_pd_decode_requests",
+            "Times the decode worker was chosen",
+            of(Role::Decode, |w| w.chosen),
+        )?;
+        out.counters(
+            "vllm_router_pd_prefill_errors",
+            "Exchanges that failed with the prefill worker",
+            of(Role::Prefill, |w| w.failures),
+        )?;
+        out.counters(
+            "vllm_router_pd_decode_errors",
+            "Exchanges that failed with the decode worker",
+            of(Role::Decode, |w| w.failures),
+        )?;
+        out.gauges(
+            "vllm_router_pd_prefill_occupancy",
+            "Prefill legs in flight",
+            of(Role::Prefill, |w| w.in_flight.into()),
+        )?;
+        out.gauges(
+            "vllm_router_pd_pending_decode_requests",
+            "Decode legs not dispatched yet",
+            of(Role::Decode, |w| w.waiting.into()),
+        )?;
+        out.gauges(
+            "vllm_router_pd_active_decode_requests",
+            "Decode legs dispatched and not ended",
+            of(Role::Decode, |w| w.active.into()),
         )
     }
 

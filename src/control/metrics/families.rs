@@ -64,6 +64,16 @@ impl<'e> Families<'e> {
         )
     }
 
+    /// A gauge in seconds, without labels.
+    pub fn seconds(&mut self, name: &str, help: &str, ns: u64) -> fmt::Result {
+        ConstGauge::new(seconds(ns)).encode(self.0.encode_descriptor(
+            name,
+            help,
+            None,
+            MetricType::Gauge,
+        )?)
+    }
+
     /// A counter for each set of labels.
     pub fn counters<const N: usize>(
         &mut self,
