@@ -204,7 +204,8 @@ fn cpus(count: usize) -> Result<Vec<usize>, StartError> {
 /// The tree's memory: what the workers' remembered prompts need, under the cap.
 fn tree_bytes(config: &Config) -> usize {
     // Workers may be added later; the tree's bound may not move, so a small fleet gets some room.
-    let workers = config.workers.len().max(8) as u64;
+    let workers = config.workers.len() as u64 * u64::from(config.data_parallel_size);
+    let workers = workers.max(8);
     let blocks = config.tree_bytes_per_worker_max / crate::route::BLOCK_BYTES as u64;
     let wanted = blocks
         .saturating_mul(MEMBERSHIP_BYTES)

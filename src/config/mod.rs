@@ -244,9 +244,18 @@ impl Config {
             balance_rel_threshold: policy.balance_rel_threshold,
             common_prefix_threshold: policy.common_prefix_threshold,
         };
-        let workers = pd::workers(&listener.worker_urls, &pd)?;
+        let workers = pd::workers(
+            &listener.worker_urls,
+            listener.intra_node_data_parallel_size,
+            &pd,
+        )?;
         let pd = PdConfig::from_args(&pd, settings)?;
-        pd::check_policies(&settings, pd.as_ref(), &workers)?;
+        pd::check_policies(
+            &settings,
+            pd.as_ref(),
+            &workers,
+            listener.intra_node_data_parallel_size,
+        )?;
         if let Some(Err(reason)) = listener.api_key.as_ref().map(parse::check_key) {
             return Err(ConfigError {
                 flag: "api-key",
@@ -344,6 +353,7 @@ impl Config {
             "listen": self.listen.to_string(),
             "prometheus": self.metrics_listen.to_string(),
             "api_key_set": self.api_key.is_some(),
+            "intra_node_data_parallel_size": self.data_parallel_size,
             "policy": settings.policy.name(),
             "cache_threshold": settings.cache_threshold,
             "balance_abs_threshold": settings.balance_abs_threshold,

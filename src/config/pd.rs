@@ -187,7 +187,11 @@ impl RoleFlags {
 }
 
 /// The workers of the command line, no two the same.
-pub(super) fn workers(worker_urls: &[String], pd: &PdArgs) -> Result<Vec<WorkerSpec>, ConfigError> {
+pub(super) fn workers(
+    worker_urls: &[String],
+    data_parallel_size: u32,
+    pd: &PdArgs,
+) -> Result<Vec<WorkerSpec>, ConfigError> {
     if pd.vllm_pd_disaggregation && !worker_urls.is_empty() {
         return Err(ConfigError {
             flag: "worker-urls",
@@ -199,14 +203,14 @@ pub(super) fn workers(worker_urls: &[String], pd: &PdArgs) -> Result<Vec<WorkerS
     read_workers("worker-urls", worker_urls, Role::Regular, &mut workers)?;
     read_workers("prefill", &pd.prefill, Role::Prefill, &mut workers)?;
     read_workers("decode", &pd.decode, Role::Decode, &mut workers)?;
-    if workers.len() > WORKER_COUNT_MAX {
+    if workers.len().saturating_mul(data_parallel_size as usize) > WORKER_COUNT_MAX {
         return Err(ConfigError {
             flag: if pd.vllm_pd_disaggregation {
                 "decode"
             } else {
                 "worker-urls"
             },
-            reason: format!("at most {WORKER_COUNT_MAX} workers"),
+            reason: format!("at most {WORKER_COUNT_MAX} workers, data-parallel ranks counted"),
         });
     }
     Ok(workers)
@@ -256,6 +260,7 @@ pub(super) fn check_policies(
     regular: &Settings,
     pd: Option<&PdConfig>,
     workers: &[WorkerSpec],
+    data_parallel_size: u32,
 ) -> Result<(), ConfigError> {
     let roles = [
         (Role::Regular, "policy", regular.policy, "--worker-urls"),
@@ -274,7 +279,7 @@ pub(super) fn check_policies(
     ];
     for (role, flag, policy, source) in roles {
         let count = workers.iter().filter(|worker| worker.role == role).count();
-        if policy == PolicyKind::PowerOfTwo && count == 1 {
+        if policy == PolicyKind::PowerOfTwo && count == 1 && data_parallel_size == 1 {
             return Err(ConfigError {
                 flag,
                 reason: format!("power_of_two needs at least 2 workers, {source} names 1"),

@@ -18,9 +18,10 @@ use tokio::task::JoinSet;
 use tower::ServiceExt;
 
 use super::probe::Target;
-use super::registry::{AddError, Entry, Key};
+use super::registry::{AddError, Entry, Key, Rank};
 use super::{Plane, models, probe, reply};
-use crate::config::WorkerUrl;
+use crate::config::{WorkerSpec, WorkerUrl};
+use crate::route::Role;
 use crate::shared::{AdminReply, AdminRequest, ToCore};
 
 /// Longest time a request to add a worker is held. The worker goes on being probed behind it, up to
@@ -156,7 +157,7 @@ async fn wrong_method(method: Method, uri: Uri) -> Response {
 
 async fn health(State(plane): Plain) -> Response {
     let registry = plane.registry();
-    let (ready_count, total_count) = (registry.ready_count(), registry.entries().len());
+    let (ready_count, total_count) = (registry.ready_count(), registry.worker_count());
     if total_count == 0 {
         return reply::error(
             StatusCode::SERVICE_UNAVAILABLE,
@@ -189,7 +190,7 @@ async fn liveness() -> Response {
 
 async fn readiness(State(plane): Plain) -> Response {
     let registry = plane.registry();
-    let (ready_count, total_count) = (registry.ready_count(), registry.entries().len());
+    let (ready_count, total_count) = (registry.ready_count(), registry.worker_count());
     let reason = if plane.shared.is_draining() {
         "draining"
     } else if let Some(obstacle) = registry.obstacle() {
@@ -254,28 +255,44 @@ async fn model_info(State(plane): Plain) -> Response {
 async fn server_info(State(plane): Plain) -> Response {
     let config = &plane.shared.config;
     let registry = plane.registry();
+    let mut workers = json!({"total": registry.worker_count(), "ready": registry.ready_count()});
+    if config.pd.is_some() {
+        for role in config.needed_roles() {
+            let of_role = || {
+                let all = registry.workers();
+                all.filter(|(entry, _)| entry.role == *role)
+            };
+            workers[role.label()] = json!({
+                "total": of_role().count(),
+                "ready": of_role().filter(|(entry, _)| entry.is_ready()).count(),
+            });
+        }
+    }
     let body = json!({
         "name": "corelane",
         "version": env!("CARGO_PKG_VERSION"),
         "kernel": std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim(),
         "cores": plane.shared.cores.len(),
-        "workers": {"total": registry.entries().len(), "ready": registry.ready_count()},
+        "workers": workers,
         "draining": plane.shared.is_draining(),
         "settings": config.public_json(),
     });
     reply::json(StatusCode::OK, &body)
 }
 
+/// `bootstrap_port` is read as text, so that a wrong one is told by name.
 #[derive(Deserialize)]
 struct UrlQuery {
     url: Option<String>,
+    worker_type: Option<String>,
+    bootstrap_port: Option<String>,
 }
 
 fn url_of(
-    query: Result<Query<UrlQuery>, axum::extract::rejection::QueryRejection>,
+    query: &Result<Query<UrlQuery>, axum::extract::rejection::QueryRejection>,
 ) -> Result<WorkerUrl, Box<Response>> {
     match query {
-        Ok(Query(UrlQuery { url: Some(url) })) => parse_url(&url),
+        Ok(Query(UrlQuery { url: Some(url), .. })) => parse_url(url),
         _ => Err(Box::new(reply::error(
             StatusCode::BAD_REQUEST,
             "missing_url",
@@ -294,14 +311,76 @@ fn parse_url(text: &str) -> Result<WorkerUrl, Box<Response>> {
     })
 }
 
+/// What is to be added. Roles must fit the fleet, and a bootstrap port a prefill worker.
+fn worker_spec(
+    plane: &Plane,
+    url: WorkerUrl,
+    worker_type: Option<&str>,
+    bootstrap_port: Option<&str>,
+) -> Result<WorkerSpec, Box<Response>> {
+    let refuse = |code, message: &str| {
+        let refusal = reply::error(StatusCode::BAD_REQUEST, code, message);
+        Err(Box::new(refusal))
+    };
+    let role = match worker_type {
+        None => Role::Regular,
+        Some(text) => match Role::ALL.into_iter().find(|role| role.label() == text) {
+            Some(role) => role,
+            None => {
+                let choices = plane.shared.config.needed_roles().iter();
+                let choices: Vec<&str> = choices.map(|role| role.label()).collect();
+                let message = format!(
+                    "worker_type '{text}' is not supported; choices: {}",
+                    choices.join(", ")
+                );
+                return refuse("unsupported_worker_type", &message);
+            }
+        },
+    };
+    if let Some(reason) = plane.misfit(role) {
+        return refuse("unsupported_worker_type", &reason);
+    }
+    let bootstrap_port = match bootstrap_port {
+        None => None,
+        Some(_) if role != Role::Prefill => {
+            return refuse(
+                "unexpected_bootstrap_port",
+                "bootstrap_port is for workers of worker_type 'prefill' only",
+            );
+        }
+        Some(text) => match text.parse().ok().filter(|port| *port != 0) {
+            Some(port) => Some(port),
+            None => {
+                let message = format!("bootstrap_port '{text}' is not a port");
+                return refuse("invalid_bootstrap_port", &message);
+            }
+        },
+    };
+    Ok(WorkerSpec {
+        url,
+        role,
+        bootstrap_port,
+    })
+}
+
 type QueryOf<T> = Result<Query<T>, axum::extract::rejection::QueryRejection>;
 
 async fn add_worker(State(plane): Plain, query: QueryOf<UrlQuery>) -> Response {
-    let url = match url_of(query) {
-        Ok(url) => url,
+    let spec = url_of(&query).and_then(|url| {
+        let said = query.as_ref().ok();
+        worker_spec(
+            &plane,
+            url,
+            said.and_then(|said| said.worker_type.as_deref()),
+            said.and_then(|said| said.bootstrap_port.as_deref()),
+        )
+    });
+    let spec = match spec {
+        Ok(spec) => spec,
         Err(refusal) => return *refusal,
     };
-    match add_and_wait(&plane, &url).await {
+    let url = spec.url.clone();
+    match add_and_wait(&plane, spec).await {
         Ok(Added::Ready) => {
             reply::text(StatusCode::OK, format!("Successfully added worker: {url}"))
         }
@@ -322,7 +401,8 @@ enum Added {
     Waiting(String),
 }
 
-async fn add_and_wait(plane: &Arc<Plane>, url: &WorkerUrl) -> Result<Added, Box<Response>> {
+async fn add_and_wait(plane: &Arc<Plane>, spec: WorkerSpec) -> Result<Added, Box<Response>> {
+    let url = spec.url.clone();
     let refuse = |status, code, message: &str| Err(Box::new(reply::error(status, code, message)));
     if plane.shared.is_draining() {
         return refuse(
@@ -332,7 +412,7 @@ async fn add_and_wait(plane: &Arc<Plane>, url: &WorkerUrl) -> Result<Added, Box<
         );
     }
     let mut changes = plane.changes.subscribe();
-    let key = match plane.add(url.clone(), true) {
+    let key = match plane.add(spec, true) {
         Ok(key) => key,
         Err(AddError::Exists) => {
             return refuse(
@@ -355,7 +435,7 @@ async fn add_and_wait(plane: &Arc<Plane>, url: &WorkerUrl) -> Result<Added, Box<
     let is_over = tokio::time::timeout(limit.min(ADD_WAIT_MAX), settled)
         .await
         .is_err();
-    let (is_ready, failure) = match plane.registry().entry(key) {
+    let (is_ready, reason) = match plane.registry().entry(key) {
         None => {
             return refuse(
                 StatusCode::CONFLICT,
@@ -363,12 +443,12 @@ async fn add_and_wait(plane: &Arc<Plane>, url: &WorkerUrl) -> Result<Added, Box<
                 &format!("Worker {url} was removed meanwhile"),
             );
         }
-        Some(entry) => (entry.is_ready(), entry.last_failure),
+        Some(entry) => (entry.is_ready(), entry.reason()),
     };
     if is_ready {
         return Ok(Added::Ready);
     }
-    let reason = failure.map_or_else(|| "no answer".to_owned(), |failure| failure.to_string());
+    let reason = reason.unwrap_or_default();
     if is_over && limit <= ADD_WAIT_MAX {
         plane.remove(key);
         let message =
@@ -383,7 +463,7 @@ fn is_settled(plane: &Plane, key: Key) -> bool {
 }
 
 async fn remove_worker(State(plane): Plain, query: QueryOf<UrlQuery>) -> Response {
-    match url_of(query).and_then(|url| remove(&plane, &url).map(|()| url)) {
+    match url_of(&query).and_then(|url| remove(&plane, &url).map(|()| url)) {
         Ok(url) => reply::text(
             StatusCode::OK,
             format!("Successfully removed worker: {url}"),
@@ -412,9 +492,8 @@ fn not_found(url: &str) -> Response {
 async fn list_workers(State(plane): Plain) -> Response {
     let urls: Vec<String> = plane
         .registry()
-        .entries()
-        .iter()
-        .map(|entry| entry.url.to_string())
+        .workers()
+        .map(|(_, rank)| rank.label.to_string())
         .collect();
     reply::json(StatusCode::OK, &json!({"urls": urls}))
 }
@@ -422,57 +501,84 @@ async fn list_workers(State(plane): Plain) -> Response {
 async fn workers(State(plane): Plain) -> Response {
     let registry = plane.registry();
     let list: Vec<Value> = registry
-        .entries()
-        .iter()
-        .map(|entry| describe(&plane, entry))
+        .workers()
+        .map(|(entry, rank)| describe(&plane, entry, rank))
         .collect();
     let draining: Vec<Value> = registry
         .retiring()
         .iter()
-        .map(|life| json!({"url": &**life.url.text(), "load": plane.shared.books.in_flight(life.id.slot)}))
+        .map(|life| {
+            let load = plane.shared.books.in_flight(life.id.slot);
+            json!({"url": &*life.label, "worker_type": life.role.label(), "load": load})
+        })
         .collect();
     let total_count = list.len();
+    let count = |role| {
+        registry
+            .workers()
+            .filter(|(entry, _)| entry.role == role)
+            .count()
+    };
     let body = json!({
         "workers": list,
         "total": total_count,
-        "stats": {"prefill_count": 0, "decode_count": 0, "regular_count": total_count},
+        "stats": {
+            "prefill_count": count(Role::Prefill),
+            "decode_count": count(Role::Decode),
+            "regular_count": count(Role::Regular),
+        },
         "draining": draining,
     });
     reply::json(StatusCode::OK, &body)
 }
 
-fn describe(plane: &Plane, entry: &Entry) -> Value {
+fn describe(plane: &Plane, entry: &Entry, rank: &Rank) -> Value {
     let ids: Vec<&str> = entry.models.iter().map(|model| &*model.id).collect();
     let mut fields = json!({
-        "url": &**entry.url.text(),
+        "url": &*rank.label,
         "model_id": ids.first().unwrap_or(&"unknown"),
         "models": ids,
-        "worker_type": "regular",
+        "worker_type": entry.role.label(),
         "is_healthy": entry.is_ready(),
         "state": entry.state(),
-        "load": plane.shared.books.in_flight(entry.id.slot),
+        "load": plane.shared.books.in_flight(rank.id.slot),
         "connection_mode": "http",
         "priority": 50,
         "cost": 1.0,
     });
-    if let (false, Some(failure)) = (entry.is_ready(), entry.last_failure) {
-        fields["reason"] = failure.to_string().into();
+    if let Some(port) = entry.bootstrap_port {
+        fields["bootstrap_port"] = port.into();
+    }
+    if let Some(number) = rank.number {
+        fields["dp_rank"] = number.into();
+        fields["dp_size"] = rank.kv.dp_size.into();
+    }
+    if let Some(reason) = entry.reason() {
+        fields["reason"] = reason.into();
     }
     fields
 }
 
 async fn worker(State(plane): Plain, Path(text): Path<String>) -> Response {
-    let Ok(url) = WorkerUrl::parse(&text) else {
-        return not_found(&text);
-    };
     let registry = plane.registry();
-    match registry.find(&url) {
-        Some(entry) => reply::json(StatusCode::OK, &describe(&plane, entry)),
+    match registry.worker(&text) {
+        Some((entry, rank)) => reply::json(StatusCode::OK, &describe(&plane, entry, rank)),
         None => not_found(&text),
     }
 }
 
 async fn delete_worker(State(plane): Plain, Path(text): Path<String>) -> Response {
+    let is_rank = plane
+        .registry()
+        .workers()
+        .any(|(_, rank)| rank.number.is_some() && *rank.label == *text);
+    if is_rank {
+        return reply::error(
+            StatusCode::BAD_REQUEST,
+            "rank_not_removable",
+            "the ranks of an engine are removed together: give its URL without @rank",
+        );
+    }
     let Ok(url) = WorkerUrl::parse(&text) else {
         return not_found(&text);
     };
@@ -503,29 +609,42 @@ async fn create_worker(State(plane): Plain, body: Bytes) -> Response {
             "the field url is missing or not a string",
         );
     };
-    if let Some(kind) = fields
-        .get("worker_type")
-        .and_then(Value::as_str)
-        .filter(|kind| *kind != "regular")
-    {
-        let message = format!("worker_type '{kind}' is not supported; choices: regular");
-        return reply::error(StatusCode::BAD_REQUEST, "unsupported_worker_type", &message);
-    }
-    let url = match parse_url(text) {
-        Ok(url) => url,
+    let said = |name| fields.get(name).filter(|value| !value.is_null());
+    // A number is fine as text, too.
+    let bootstrap_port = said("bootstrap_port").map(|port| match port {
+        Value::String(text) => text.clone(),
+        port => port.to_string(),
+    });
+    let worker_type = said("worker_type").map(|kind| match kind {
+        Value::String(text) => text.clone(),
+        kind => kind.to_string(),
+    });
+    let spec = parse_url(text).and_then(|url| {
+        worker_spec(
+            &plane,
+            url,
+            worker_type.as_deref(),
+            bootstrap_port.as_deref(),
+        )
+    });
+    let spec = match spec {
+        Ok(spec) => spec,
         Err(refusal) => return *refusal,
     };
-    let (status, word) = match add_and_wait(&plane, &url).await {
+    let url = spec.url.clone();
+    let (status, word) = match add_and_wait(&plane, spec).await {
         Ok(Added::Ready) => (StatusCode::CREATED, "ready"),
         Ok(Added::Waiting(_)) => (StatusCode::ACCEPTED, "starting"),
         Err(refusal) => return *refusal,
     };
     let ignored: Vec<&String> = fields
         .keys()
-        .filter(|name| !matches!(name.as_str(), "url" | "worker_type"))
+        .filter(|name| !matches!(name.as_str(), "url" | "worker_type" | "bootstrap_port"))
         .collect();
     let registry = plane.registry();
-    let description = registry.find(&url).map(|entry| describe(&plane, entry));
+    let description = registry
+        .worker(url.text())
+        .map(|(entry, rank)| describe(&plane, entry, rank));
     let body = json!({"status": word, "worker_id": &**url.text(), "worker": description, "ignored_fields": ignored});
     let mut response = reply::json(status, &body);
     let location =
@@ -539,12 +658,12 @@ async fn create_worker(State(plane): Plain, body: Bytes) -> Response {
 async fn loads(State(plane): Plain) -> Response {
     let registry = plane.registry();
     let list: Vec<Value> = registry
-        .entries()
-        .iter()
-        .map(|entry| {
-            let load = plane.shared.books.load(entry.id.slot);
+        .workers()
+        .map(|(entry, rank)| {
+            let load = plane.shared.books.load(rank.id.slot);
             json!({
-                "worker": &**entry.url.text(),
+                "worker": &*rank.label,
+                "worker_type": entry.role.label(),
                 "load": load.in_flight,
                 "waiting": load.waiting,
                 "active": load.active,

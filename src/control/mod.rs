@@ -1,7 +1,7 @@
 //! The control plane: one ordinary thread with a current-thread tokio runtime. Everything that is not per request.
 //!
 //! `registry` is the list of workers and writes the fleet; `watch` probes them (`health` judges, `probe` asks, `models`
-//! reads their lists); `admin` answers the admin paths that cores hand over (`exchange::paths` says which); `metrics` serves
+//! reads their lists, `ranks` their data-parallel ranks); `admin` answers the admin paths that cores hand over (`exchange::paths` says which); `metrics` serves
 //! Prometheus; `drain` ends the process well. It talks to the cores by the published fleet and by their inboxes; a core
 //! never waits for it. The registry's mutex is taken by this thread and by callers of [`Control`], never by a core.
 #![forbid(unsafe_code)]
@@ -12,6 +12,7 @@ mod health;
 mod metrics;
 mod models;
 pub mod probe;
+mod ranks;
 mod registry;
 mod reply;
 mod totals;
@@ -28,7 +29,7 @@ use crate::config::{Config, WorkerSpec, WorkerUrl};
 use crate::route::Role;
 use crate::shared::{AdminRequest, Fleet, Shared};
 use drain::Drain;
-use registry::{AddError, Entry, Registry};
+use registry::{AddError, Entry, Rank, Registry};
 
 /// How often ended lives are looked at while there are any, and otherwise.
 const SWEEP_PAUSE_BUSY: Duration = Duration::from_millis(20);
@@ -69,6 +70,24 @@ impl Plane {
         Ok(key)
     }
 
+    /// Why a worker of a role has no place in this fleet.
+    fn misfit(&self, role: Role) -> Option<String> {
+        let roles = self.shared.config.needed_roles();
+        if roles.contains(&role) {
+            return None;
+        }
+        Some(match role {
+            Role::Regular => {
+                "with prefill/decode disaggregation a worker needs worker_type 'prefill' or 'decode'"
+                    .to_owned()
+            }
+            role => format!(
+                "worker_type '{}' needs --vllm-pd-disaggregation; choices: regular",
+                role.label()
+            ),
+        })
+    }
+
     fn remove(&self, key: registry::Key) -> bool {
         let is_removed = self.registry().remove(key);
         self.announce_change();
@@ -78,7 +97,10 @@ impl Plane {
 
 enum Order {
     HandleSignals(std::sync::mpsc::SyncSender<std::io::Result<()>>),
-    Add(WorkerUrl, std::sync::mpsc::SyncSender<Result<(), AddError>>),
+    Add(
+        WorkerSpec,
+        std::sync::mpsc::SyncSender<Result<(), AddError>>,
+    ),
     Drain,
     Stop,
 }
@@ -86,7 +108,7 @@ enum Order {
 /// One worker as [`Control::workers`] tells of it.
 #[derive(Clone, Debug)]
 pub struct WorkerView {
-    /// As registered.
+    /// As registered; with `@rank` behind it where an engine has several data-parallel ranks.
     pub url: Arc<str>,
     /// What it does.
     pub role: Role,
@@ -206,8 +228,8 @@ async fn run(
                 Some(Order::HandleSignals(done)) => {
                     let _ = done.send(drain::forward_signals(orders.clone()));
                 }
-                Some(Order::Add(url, done)) => {
-                    let _ = done.send(plane.add(url, true).map(|_| ()));
+                Some(Order::Add(worker, done)) => {
+                    let _ = done.send(plane.add(worker, true).map(|_| ()));
                 }
             },
             _ = changes.changed() => {}
@@ -276,11 +298,32 @@ impl Control {
     /// Registers a worker, as `POST /add_worker` does, without waiting for it.
     ///
     /// # Errors
-    /// In words: the URL cannot be, is registered already, or there is no room.
+    /// In words: the URL cannot be, is registered already, the fleet needs a role, or there is no room.
     pub fn add_worker(&self, url: &str) -> Result<(), String> {
+        self.add_worker_as(url, Role::Regular, None)
+    }
+
+    /// Registers a worker of a role.
+    ///
+    /// # Errors
+    /// As of [`Control::add_worker`]; and when the fleet has no workers of this role.
+    pub fn add_worker_as(
+        &self,
+        url: &str,
+        role: Role,
+        bootstrap_port: Option<u16>,
+    ) -> Result<(), String> {
         let url = WorkerUrl::parse(url).map_err(|error| error.to_string())?;
+        let worker = WorkerSpec {
+            url,
+            role,
+            bootstrap_port,
+        };
+        if let Some(reason) = self.plane.misfit(role) {
+            return Err(reason);
+        }
         let (done, answer) = std::sync::mpsc::sync_channel(1);
-        let _ = self.orders.send(Order::Add(url, done));
+        let _ = self.orders.send(Order::Add(worker, done));
         match answer.recv() {
             Ok(Ok(())) => Ok(()),
             Ok(Err(AddError::Exists)) => Err("the worker is registered already".to_owned()),
@@ -330,44 +373,36 @@ impl Plane {
     fn workers(&self) -> Vec<WorkerView> {
         let registry = self.registry();
         let mut views: Vec<WorkerView> = registry
-            .entries()
-            .iter()
-            .map(|entry| self.view(&registry, entry))
+            .workers()
+            .map(|(entry, rank)| self.view(&registry, entry, rank))
             .collect();
         for life in registry.retiring() {
             // One line a URL: a URL registered again stands above, and of several old lives the first stands here.
-            if registry.find(&life.url).is_none()
-                && !views.iter().any(|view| view.url == *life.url.text())
-            {
+            if !views.iter().any(|view| view.url == life.label) {
                 let load = self.shared.books.load(life.id.slot);
                 views.push(view_of(
-                    life.url.text().clone(),
+                    life.label.clone(),
                     life.role,
                     "draining",
                     life.id,
                     &load,
-                    registry.totals_of_retiring(&life.url),
+                    registry.totals_of_retiring(&life.label),
                 ));
             }
         }
         views
     }
 
-    fn view(&self, registry: &Registry, entry: &Entry) -> WorkerView {
-        let load = self.shared.books.load(entry.id.slot);
-        let totals = registry.totals(entry);
-        let reason = match (entry.is_ready(), entry.last_failure) {
-            (true, _) => None,
-            (false, None) => Some("not probed yet".to_owned()),
-            (false, Some(failure)) => Some(failure.to_string()),
-        };
+    fn view(&self, registry: &Registry, entry: &Entry, rank: &Rank) -> WorkerView {
+        let load = self.shared.books.load(rank.id.slot);
+        let totals = registry.totals(rank);
         WorkerView {
-            reason,
+            reason: entry.reason(),
             ..view_of(
-                entry.url.text().clone(),
+                rank.label.clone(),
                 entry.role,
                 entry.state(),
-                entry.id,
+                rank.id,
                 &load,
                 totals,
             )

@@ -25,7 +25,7 @@ use crate::shared::{Exceptions, Fleet, KvFacts, Shared, ToCore, Worker};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Key(u64);
 
-/// A registered worker.
+/// A registered engine: one URL, one probe, and a worker for each of its data-parallel ranks.
 #[derive(Debug)]
 pub struct Entry {
     /// Which registration.
@@ -34,10 +34,10 @@ pub struct Entry {
     pub url: WorkerUrl,
     /// What it does.
     pub role: Role,
-    /// For the KV connectors.
-    pub kv: Arc<KvFacts>,
-    /// The slot of its present life.
-    pub id: WorkerId,
+    /// Of a prefill worker: where its Mooncake bootstrap server listens.
+    pub bootstrap_port: Option<u16>,
+    /// Its workers, at least one.
+    pub ranks: Vec<Rank>,
     /// Where it answered last; none before the first good probe.
     pub address: Option<SocketAddr>,
     /// What it serves; empty: any model.
@@ -48,6 +48,19 @@ pub struct Entry {
     pub was_added: bool,
     tracker: Tracker,
     good_count: u32,
+}
+
+/// One worker of an engine: what the cores choose among.
+#[derive(Debug)]
+pub struct Rank {
+    /// Its data-parallel rank; none: the engine is not told, it has one, or chooses itself.
+    pub number: Option<u32>,
+    /// The URL, or `url@rank`: its name in listings and metrics.
+    pub label: Arc<str>,
+    /// The slot of its present life.
+    pub id: WorkerId,
+    /// For the KV connectors.
+    pub kv: Arc<KvFacts>,
     base: Totals,
     past: Totals,
 }
@@ -71,13 +84,46 @@ impl Entry {
             Phase::Unhealthy => "unhealthy",
         }
     }
+
+    /// Why it gets no requests; none: it does.
+    pub fn reason(&self) -> Option<String> {
+        match (self.is_ready(), self.last_failure) {
+            (true, _) => None,
+            (false, None) => Some("not probed yet".to_owned()),
+            (false, Some(failure)) => Some(failure.to_string()),
+        }
+    }
+
+    /// The worker of a label: the URL's first, or the one of a rank.
+    fn rank(&self, label: &str) -> Option<usize> {
+        self.ranks.iter().position(|rank| *rank.label == *label)
+    }
+
+    /// Writes what is known of the engine into each rank's facts.
+    fn refresh_facts(&mut self) {
+        let bootstrap_address: Option<Arc<str>> = self
+            .bootstrap_port
+            .map(|port| self.url.on_port(port).into());
+        let facts = KvFacts {
+            bootstrap_address,
+            engine_id: None,
+            peer_address: self.url.host_and_port().into(),
+            dp_size: u32::try_from(self.ranks.len()).unwrap_or(u32::MAX),
+            tp_size: 1,
+        };
+        for rank in &mut self.ranks {
+            if *rank.kv != facts {
+                rank.kv = Arc::new(facts.clone());
+            }
+        }
+    }
 }
 
 /// A life that has ended and still has exchanges in flight, or whose prefixes the shards still hold.
 #[derive(Debug)]
 pub struct Retiring {
-    /// Its worker.
-    pub url: WorkerUrl,
+    /// The label of its worker.
+    pub label: Arc<str>,
     /// What it did.
     pub role: Role,
     /// Its slot, closed.
@@ -112,6 +158,8 @@ pub struct Probed {
     pub outcome: Result<SocketAddr, Failure>,
     /// The models it serves, if they were asked for and it answered.
     pub models: Option<Vec<Model>>,
+    /// Its data-parallel ranks, if they were asked for and it answered.
+    pub rank_count: Option<u32>,
 }
 
 /// All workers.
@@ -145,7 +193,7 @@ impl Registry {
         }
     }
 
-    /// Registered workers, in the order in which they were added.
+    /// Registered engines, in the order in which they were added.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
@@ -165,9 +213,30 @@ impl Registry {
         self.entries.iter().find(|entry| entry.url == *url)
     }
 
+    /// All registered workers: each engine's ranks.
+    pub fn workers(&self) -> impl Iterator<Item = (&Entry, &Rank)> {
+        let all = self.entries.iter();
+        all.flat_map(|entry| entry.ranks.iter().map(move |rank| (entry, rank)))
+    }
+
+    /// The worker of a label (a URL alone: its first rank).
+    pub fn worker(&self, label: &str) -> Option<(&Entry, &Rank)> {
+        let of_label = self.workers().find(|(_, rank)| *rank.label == *label);
+        of_label.or_else(|| {
+            let entry = self.find(&WorkerUrl::parse(label).ok()?)?;
+            Some((entry, entry.ranks.first()?))
+        })
+    }
+
+    /// Registered workers.
+    pub fn worker_count(&self) -> usize {
+        self.entries.iter().map(|entry| entry.ranks.len()).sum()
+    }
+
     /// Workers that may get new requests.
     pub fn ready_count(&self) -> usize {
-        self.entries.iter().filter(|entry| entry.is_ready()).count()
+        let ready = self.entries.iter().filter(|entry| entry.is_ready());
+        ready.map(|entry| entry.ranks.len()).sum()
     }
 
     /// Of the roles that a request needs, those without a ready worker. Empty: the router can serve.
@@ -204,35 +273,26 @@ impl Registry {
         if self.find(&url).is_some() {
             return Err(AddError::Exists);
         }
-        if self.entries.len() >= WORKER_COUNT_MAX {
-            return Err(AddError::Full);
-        }
-        let id = self.open_slot().ok_or(AddError::Full)?;
+        let rank_count = self.shared.config.data_parallel_size;
+        let ranks = self.open_ranks(&url, rank_count).ok_or(AddError::Full)?;
         let key = Key(self.next_key);
         self.next_key += 1;
-        let bootstrap_port = bootstrap_port.unwrap_or(BOOTSTRAP_PORT);
-        self.entries.push(Entry {
+        let mut entry = Entry {
             key,
             role,
-            kv: Arc::new(KvFacts {
-                bootstrap_address: (role == Role::Prefill)
-                    .then(|| url.on_port(bootstrap_port).into()),
-                engine_id: None,
-                peer_address: url.host_and_port().into(),
-                dp_size: 1,
-                tp_size: 1,
-            }),
+            bootstrap_port: (role == Role::Prefill)
+                .then(|| bootstrap_port.unwrap_or(BOOTSTRAP_PORT)),
+            ranks,
             url,
-            id,
             address: None,
             models: Vec::new(),
             last_failure: None,
             was_added,
             tracker: Tracker::new(&self.shared.config.health),
             good_count: 0,
-            base: Totals::of_slot(&self.shared.cores, id.slot),
-            past: Totals::default(),
-        });
+        };
+        entry.refresh_facts();
+        self.entries.push(entry);
         self.publish();
         Ok(key)
     }
@@ -245,10 +305,22 @@ impl Registry {
         let entry = self.entries.remove(index);
         // The snapshot first, so that fewer cores meet a closed slot; a guard refused is handled there all the same.
         self.publish();
-        let in_flight_count = self.shared.books.in_flight(entry.id.slot);
+        let in_flight_count: u32 = entry
+            .ranks
+            .iter()
+            .map(|rank| self.shared.books.in_flight(rank.id.slot))
+            .sum();
         tracing::info!(worker = %entry.url, in_flight_count, "worker removed: draining");
-        self.retire(entry.url, entry.role, entry.id, entry.base);
+        self.retire(entry.role, entry.ranks);
         true
+    }
+
+    /// Whether the ranks of an engine should be asked for, after the good probe that is about to be applied.
+    pub fn wants_rank_count(&self, key: Key) -> bool {
+        let config = &self.shared.config;
+        let is_unsaid = config.pd.is_some() && config.data_parallel_size == 1;
+        let entry = self.entry(key).filter(|_| is_unsaid);
+        entry.is_some_and(|entry| entry.tracker.is_next_success_ready())
     }
 
     /// Whether the models of a worker should be asked for, after the good probe that is about to be applied.
@@ -291,6 +363,9 @@ impl Registry {
         if is_new_life {
             self.renew(index);
         }
+        if let Some(count) = probed.rank_count {
+            has_changed |= self.set_rank_count(index, count);
+        }
         if has_changed {
             self.publish();
         }
@@ -329,17 +404,17 @@ impl Registry {
     }
 
     /// What the cores counted about a worker, over all its lives that are not forgotten.
-    pub fn totals(&self, entry: &Entry) -> Totals {
-        let mut sum = self.totals_of_retiring(&entry.url);
-        sum.add(entry.past);
-        sum.add(Totals::of_slot(&self.shared.cores, entry.id.slot).since(entry.base));
+    pub fn totals(&self, rank: &Rank) -> Totals {
+        let mut sum = self.totals_of_retiring(&rank.label);
+        sum.add(rank.past);
+        sum.add(Totals::of_slot(&self.shared.cores, rank.id.slot).since(rank.base));
         sum
     }
 
     /// What they counted about those of its lives that are ending.
-    pub fn totals_of_retiring(&self, url: &WorkerUrl) -> Totals {
+    pub fn totals_of_retiring(&self, label: &str) -> Totals {
         let mut sum = Totals::default();
-        for life in self.retiring.iter().filter(|life| life.url == *url) {
+        for life in self.retiring.iter().filter(|life| *life.label == *label) {
             sum.add(Totals::of_slot(&self.shared.cores, life.id.slot).since(life.base));
         }
         sum
@@ -356,40 +431,96 @@ impl Registry {
         None
     }
 
-    fn retire(&mut self, url: WorkerUrl, role: Role, id: WorkerId, base: Totals) {
-        self.shared.books.close(id);
-        self.retiring.push(Retiring {
-            url,
-            role,
-            id,
-            base,
-            forgotten: Vec::new(),
-        });
+    /// Slots for all ranks of an engine, or for none.
+    fn open_ranks(&mut self, url: &WorkerUrl, count: u32) -> Option<Vec<Rank>> {
+        let count = count.max(1);
+        if self.worker_count() + count as usize > WORKER_COUNT_MAX {
+            return None;
+        }
+        let mut ranks = Vec::new();
+        for number in 0..count {
+            let Some(id) = self.open_slot() else {
+                // Nobody has heard of these slots: they are free as they were.
+                for rank in ranks {
+                    let rank: Rank = rank;
+                    self.shared.books.close(rank.id);
+                    self.free.push_back(rank.id.slot);
+                }
+                return None;
+            };
+            ranks.push(Rank {
+                number: (count > 1).then_some(number),
+                label: if count > 1 {
+                    format!("{url}@{number}").into()
+                } else {
+                    url.text().clone()
+                },
+                id,
+                kv: Arc::default(),
+                base: Totals::of_slot(&self.shared.cores, id.slot),
+                past: Totals::default(),
+            });
+        }
+        Some(ranks)
     }
 
-    /// The process behind an entry is another one: new slot, empty cache, load that starts at zero.
+    fn retire(&mut self, role: Role, ranks: Vec<Rank>) {
+        for rank in ranks {
+            self.shared.books.close(rank.id);
+            self.retiring.push(Retiring {
+                label: rank.label,
+                role,
+                id: rank.id,
+                base: rank.base,
+                forgotten: Vec::new(),
+            });
+        }
+    }
+
+    /// The process behind an entry is another one: new slots, empty caches, load that starts at zero.
     fn renew(&mut self, index: usize) {
-        let Some(id) = self.open_slot() else {
-            tracing::warn!(worker = %self.entries[index].url, "no free slot: the worker keeps its old one");
-            return;
+        let count = self.entries[index].ranks.len() as u32;
+        self.replace_ranks(index, count);
+    }
+
+    /// The engine has told how many ranks it has. True: other than before.
+    fn set_rank_count(&mut self, index: usize, count: u32) -> bool {
+        let entry = &self.entries[index];
+        if entry.ranks.len() == count.max(1) as usize {
+            return false;
+        }
+        tracing::info!(worker = %entry.url, count, "the engine has this many data-parallel ranks");
+        self.replace_ranks(index, count)
+    }
+
+    /// New slots for an entry; its old ones end. False: there are none, the old ones stay.
+    fn replace_ranks(&mut self, index: usize, count: u32) -> bool {
+        let url = self.entries[index].url.clone();
+        let Some(mut ranks) = self.open_ranks(&url, count) else {
+            tracing::warn!(worker = %url, "no free slot: the worker keeps its old one");
+            return false;
         };
-        let base = Totals::of_slot(&self.shared.cores, id.slot);
         let entry = &mut self.entries[index];
-        let (old_id, old_base) = (
-            std::mem::replace(&mut entry.id, id),
-            std::mem::replace(&mut entry.base, base),
-        );
-        let (url, role) = (entry.url.clone(), entry.role);
-        // The order of `remove`: readers learn of the new slot before the old one closes.
+        for rank in &mut ranks {
+            if let Some(old) = entry.rank(&rank.label) {
+                rank.past = entry.ranks[old].past;
+            }
+        }
+        let old = std::mem::replace(&mut entry.ranks, ranks);
+        entry.refresh_facts();
+        let role = entry.role;
+        // The order of `remove`: readers learn of the new slots before the old ones close.
         self.publish();
-        self.retire(url, role, old_id, old_base);
+        self.retire(role, old);
+        true
     }
 
     fn free_life(&mut self, life: Retiring) {
         let counted = Totals::of_slot(&self.shared.cores, life.id.slot).since(life.base);
-        match self.entries.iter_mut().find(|entry| entry.url == life.url) {
-            Some(entry) => entry.past.add(counted),
-            None => tracing::info!(worker = %life.url, "worker gone"),
+        let mut ranks = self.entries.iter_mut().flat_map(|entry| &mut entry.ranks);
+        match ranks.find(|rank| rank.label == life.label) {
+            Some(rank) => rank.past.add(counted),
+            None => tracing::info!(worker = %life.label, "worker gone"),
         }
         self.free.push_back(life.id.slot);
     }
@@ -407,10 +538,9 @@ impl Registry {
 
     fn publish(&mut self) {
         let eligible = self
-            .entries
-            .iter()
-            .filter(|entry| entry.is_ready())
-            .filter_map(worker_of)
+            .workers()
+            .filter(|(entry, _)| entry.is_ready())
+            .filter_map(|(entry, rank)| worker_of(entry, rank))
             .collect();
         let known_models: AHashSet<Arc<str>> = self
             .entries
@@ -421,19 +551,19 @@ impl Registry {
             eligible,
             &Exceptions::default(),
             known_models,
-            self.entries.len(),
+            self.worker_count(),
         ));
         self.publisher.reclaim();
     }
 }
 
-fn worker_of(entry: &Entry) -> Option<Worker> {
+fn worker_of(entry: &Entry, rank: &Rank) -> Option<Worker> {
     Some(Worker {
-        id: entry.id,
+        id: rank.id,
         role: entry.role,
-        rank: None,
-        kv: entry.kv.clone(),
-        url: entry.url.text().clone(),
+        rank: rank.number,
+        kv: rank.kv.clone(),
+        url: rank.label.clone(),
         address: entry.address?,
         authority: entry.url.authority().clone(),
         path_prefix: entry.url.path_prefix().clone(),

@@ -16,7 +16,7 @@ use crate::shared::AdminReply;
 pub(super) struct Rig {
     pub(super) parts: Parts,
     control: Option<Control>,
-    told: Told,
+    pub(super) told: Told,
     token: u64,
     metrics: std::net::SocketAddr,
 }

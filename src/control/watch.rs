@@ -10,6 +10,7 @@ use super::Plane;
 use super::health::{self, Failure, Phase};
 use super::models;
 use super::probe::{self, Target};
+use super::ranks;
 use super::registry::{Key, Probed};
 use crate::config::WorkerUrl;
 
@@ -86,7 +87,24 @@ async fn probe(plane: &Plane, key: Key, target: &Target) -> Probed {
             Ok(_) | Err(_) => None,
         };
     }
-    Probed { outcome, models }
+    let mut rank_count = None;
+    let wants_ranks = outcome.is_ok() && plane.registry().wants_rank_count(key);
+    if let (Ok(address), true) = (outcome, wants_ranks) {
+        let target = Target {
+            address: Some(address),
+            ..target.clone()
+        };
+        let timeout = config.health.timeout.min(MODELS_TIMEOUT_MAX);
+        let answer = probe::request(config, &target, Method::GET, "/metrics", timeout).await;
+        // An engine that tells nothing of ranks keeps those it has.
+        let answer = answer.ok().filter(|answer| answer.status == 200);
+        rank_count = answer.and_then(|answer| ranks::count(&answer.body));
+    }
+    Probed {
+        outcome,
+        models,
+        rank_count,
+    }
 }
 
 /// Workers of the command line are waited for without end; added ones are dropped, as vllm-router does.

@@ -44,6 +44,7 @@ impl Rig {
                 Probed {
                     outcome: Ok(address.parse().unwrap()),
                     models,
+                    rank_count: None,
                 },
             )
             .unwrap()
@@ -56,13 +57,14 @@ impl Rig {
                 Probed {
                     outcome: Err(failure),
                     models: None,
+                    rank_count: None,
                 },
             )
             .unwrap()
     }
 
     fn id(&self, key: Key) -> WorkerId {
-        self.registry.entry(key).unwrap().id
+        self.registry.entry(key).unwrap().ranks[0].id
     }
 
     fn eligible(&mut self) -> Vec<(String, WorkerId)> {
@@ -82,7 +84,8 @@ impl Rig {
     }
 
     fn totals(&self, key: Key) -> Totals {
-        self.registry.totals(self.registry.entry(key).unwrap())
+        self.registry
+            .totals(&self.registry.entry(key).unwrap().ranks[0])
     }
 
     fn in_flight(&self, id: WorkerId) -> u32 {
@@ -209,7 +212,8 @@ fn removal_drains_and_the_same_url_can_come_back_at_once() {
                 first,
                 Probed {
                     outcome: Ok(ADDRESS.parse().unwrap()),
-                    models: None
+                    models: None,
+                    rank_count: None,
                 }
             )
             .is_none()
