@@ -15,6 +15,14 @@ use shards::{Books, Counter, Domain, Doorbell, Gauge, Histogram, Published, Slot
 use crate::config::Config;
 use crate::route::{Candidates, Reason, Role};
 
+/// How a MoRI-IO engine says blocks go over: fetched by decode, or written by prefill while it computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "each is the word it names")]
+pub enum TransferMode {
+    Read,
+    Write,
+}
+
 /// What the KV connectors need to know of a worker, beyond where it is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KvFacts {
@@ -29,6 +37,8 @@ pub struct KvFacts {
     pub dp_size: u32,
     /// Tensor-parallel ranks of the engine, at least 1.
     pub tp_size: u32,
+    /// MoRI-IO: as the engine registered. Engines that are registered at a time have the same.
+    pub transfer_mode: Option<TransferMode>,
 }
 
 /// One worker as the cores see it. Immutable: a change makes a new [`Fleet`].

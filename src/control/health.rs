@@ -120,6 +120,15 @@ impl Tracker {
         }
     }
 
+    /// The process says of itself that it is there: it counts as never ready, so that one good probe is enough. True:
+    /// it was seen gone since it was ready.
+    pub fn restart(&mut self) -> bool {
+        let was_gone = self.was_gone;
+        (self.phase, self.failures, self.successes) = (Phase::Starting, 0, 0);
+        self.was_gone = false;
+        was_gone
+    }
+
     /// Takes one probe's outcome.
     pub fn record(&mut self, outcome: Result<(), Failure>) -> Verdict {
         match outcome {
@@ -233,6 +242,16 @@ mod tests {
             assert_eq!(run(&mut tracker(3, 2), pattern), wanted, "{pattern}");
         }
         assert_eq!(run(&mut tracker(1, 1), "+5+5"), "RURU");
+    }
+
+    #[test]
+    fn a_process_that_says_it_is_there_needs_one_good_probe() {
+        for (pattern, was_gone) in [("+rrr", true), ("+ttt", false), ("tt", false)] {
+            let mut tracker = tracker(3, 2);
+            run(&mut tracker, pattern);
+            assert_eq!(tracker.restart(), was_gone, "{pattern}");
+            assert_eq!(run(&mut tracker, "+"), "R", "{pattern}");
+        }
     }
 
     #[test]

@@ -91,6 +91,7 @@ impl Collector for Scrape {
         if self.0.shared.config.pd.is_some() {
             self.pd(&mut out)?;
             self.pd_workers(&mut out, &workers)?;
+            self.discovery(&mut out)?;
         }
         self.connections(&mut out)
     }
@@ -458,6 +459,20 @@ impl Scrape {
             "vllm_router_pd_handover_gap_seconds",
             "From the end of prefill to the dispatch of decode",
             gap.as_ref(),
+        )
+    }
+
+    /// Engines that register themselves.
+    fn discovery(&self, out: &mut Families) -> fmt::Result {
+        out.counter(
+            "corelane_discovery_registrations",
+            "Messages of engines that registered themselves",
+            self.0.discovery.registrations(),
+        )?;
+        out.counter(
+            "corelane_discovery_refused",
+            "Messages and peers at the discovery address that made no sense",
+            self.0.discovery.bad(),
         )
     }
 

@@ -1,22 +1,26 @@
 //! The control plane: one ordinary thread with a current-thread tokio runtime. Everything that is not per request.
 //!
 //! `registry` is the list of workers and writes the fleet; `watch` probes them (`health` judges, `probe` asks, `models`
-//! reads their lists, `ranks` their data-parallel ranks); `admin` answers the admin paths that cores hand over (`exchange::paths` says which); `metrics` serves
+//! reads their lists, `ranks` their data-parallel ranks); `discovery` takes the registrations of engines (by `zmtp`), `mooncake` asks for
+//! their ids; `admin` answers the admin paths that cores hand over (`exchange::paths` says which); `metrics` serves
 //! Prometheus; `drain` ends the process well. It talks to the cores by the published fleet and by their inboxes; a core
 //! never waits for it. The registry's mutex is taken by this thread and by callers of [`Control`], never by a core.
 #![forbid(unsafe_code)]
 
 mod admin;
+mod discovery;
 mod drain;
 mod health;
 mod metrics;
 mod models;
+mod mooncake;
 pub mod probe;
 mod ranks;
 mod registry;
 mod reply;
 mod totals;
 mod watch;
+mod zmtp;
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
@@ -29,7 +33,7 @@ use crate::config::{Config, WorkerSpec, WorkerUrl};
 use crate::route::Role;
 use crate::shared::{AdminRequest, Fleet, Shared};
 use drain::Drain;
-use registry::{AddError, Entry, Rank, Registry};
+use registry::{AddError, Entry, Rank, Registered, Registration, Registry};
 
 /// How often ended lives are looked at while there are any, and otherwise.
 const SWEEP_PAUSE_BUSY: Duration = Duration::from_millis(20);
@@ -43,6 +47,7 @@ pub(crate) struct Plane {
     changes: latest::Sender<u64>,
     /// Sent to probe all workers now.
     probe_now: latest::Sender<u64>,
+    discovery: discovery::Stats,
 }
 
 impl Plane {
@@ -63,11 +68,62 @@ impl Plane {
         was_added: bool,
     ) -> Result<registry::Key, AddError> {
         let worker = worker.into();
-        let url = worker.url.clone();
         let key = self.registry().add(worker, was_added)?;
-        tokio::spawn(watch::run(self.clone(), key, url));
-        self.announce_change();
+        self.watch(key);
         Ok(key)
+    }
+
+    /// Starts the tasks of a registration.
+    fn watch(self: &Arc<Self>, key: registry::Key) {
+        let found = self
+            .registry()
+            .entry(key)
+            .map(|entry| (entry.url.clone(), entry.needs_engine_ids()));
+        if let Some((url, needs_engine_ids)) = found {
+            tokio::spawn(watch::run(self.clone(), key, url));
+            if needs_engine_ids {
+                tokio::spawn(mooncake::run(self.clone(), key));
+            }
+        }
+        self.announce_change();
+    }
+
+    /// Takes a registration. On the control thread only.
+    fn register(
+        self: &Arc<Self>,
+        registration: Registration,
+        now: tokio::time::Instant,
+    ) -> Result<(), String> {
+        let registered = self.registry().register(registration, now);
+        match registered {
+            Ok(Registered::New(key)) => self.watch(key),
+            Ok(Registered::Back) => {
+                self.announce_change();
+                self.probe_now();
+            }
+            Ok(Registered::Renewed) => {}
+            Ok(Registered::Refused(reason)) => return Err(reason.to_owned()),
+            Err(AddError::Exists) => return Err("it is registered already".to_owned()),
+            Err(AddError::Full) => return Err("no room for another worker".to_owned()),
+        }
+        Ok(())
+    }
+
+    /// Ends the leases that are over.
+    fn end_leases(&self, now: tokio::time::Instant) {
+        let ended = self.registry().end_leases(now);
+        for key in ended.gone {
+            self.remove(key);
+        }
+        if ended.has_changed {
+            self.announce_change();
+            // Whether the process is gone is known for sure only while it is.
+            self.probe_now();
+        }
+    }
+
+    fn probe_now(&self) {
+        self.probe_now.send_modify(|count| *count += 1);
     }
 
     /// Why a worker of a role has no place in this fleet.
@@ -112,7 +168,7 @@ pub struct WorkerView {
     pub url: Arc<str>,
     /// What it does.
     pub role: Role,
-    /// `starting`, `ready`, `unhealthy` or `draining`.
+    /// `starting`, `ready`, `unhealthy`, `silent` (does not register any more) or `draining`.
     pub state: &'static str,
     /// Where it counts in the books.
     pub id: shards::WorkerId,
@@ -139,6 +195,7 @@ pub struct Control {
     plane: Arc<Plane>,
     orders: mpsc::UnboundedSender<Order>,
     thread: JoinHandle<()>,
+    discovery_address: Option<std::net::SocketAddr>,
 }
 
 /// Starts the control thread: registers the configured workers, probes them, serves metrics.
@@ -157,7 +214,13 @@ pub fn start(
         registry,
         changes: latest::channel(0).0,
         probe_now: latest::channel(0).0,
+        discovery: discovery::Stats::default(),
     });
+    let discovery_text = plane.shared.config.pd.as_ref();
+    let discovery_text = discovery_text.and_then(|pd| pd.discovery_address.as_deref());
+    let discovery = discovery_text.map(discovery::bind).transpose()?;
+    let discovery_address = discovery.as_ref().map(|listener| listener.local_addr());
+    let discovery_address = discovery_address.transpose()?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(8)
@@ -165,6 +228,13 @@ pub fn start(
     let metrics_listener = match metrics_listener {
         Some(listener) => {
             listener.set_nonblocking(true)?;
+            let _in_runtime = runtime.enter();
+            Some(tokio::net::TcpListener::from_std(listener)?)
+        }
+        None => None,
+    };
+    let discovery = match discovery {
+        Some(listener) => {
             let _in_runtime = runtime.enter();
             Some(tokio::net::TcpListener::from_std(listener)?)
         }
@@ -182,6 +252,7 @@ pub fn start(
                 order_rx,
                 weak_orders,
                 metrics_listener,
+                discovery,
             ));
             // A name that is being resolved must not hold up the end.
             runtime.shutdown_background();
@@ -190,6 +261,7 @@ pub fn start(
         plane,
         orders,
         thread,
+        discovery_address,
     })
 }
 
@@ -199,6 +271,7 @@ async fn run(
     mut order_rx: mpsc::UnboundedReceiver<Order>,
     orders: mpsc::WeakUnboundedSender<Order>,
     metrics_listener: Option<tokio::net::TcpListener>,
+    discovery: Option<tokio::net::TcpListener>,
 ) {
     for worker in plane.shared.config.workers.clone() {
         let url = worker.url.clone();
@@ -210,6 +283,9 @@ async fn run(
     tokio::spawn(watch::report_start(plane.clone()));
     if let Some(listener) = metrics_listener {
         tokio::spawn(metrics::serve(plane.clone(), listener));
+    }
+    if let Some(listener) = discovery {
+        tokio::spawn(discovery::run(plane.clone(), listener));
     }
     let admin = admin::Admin::new(plane.clone());
     let drain = Drain::new(plane.shared.clone());
@@ -280,6 +356,11 @@ impl Control {
             .unwrap_or_else(|_| Err(std::io::Error::other("the control thread has ended")))
     }
 
+    /// Where engines register themselves, if they may.
+    pub fn discovery_address(&self) -> Option<std::net::SocketAddr> {
+        self.discovery_address
+    }
+
     /// What the first signal does; called again, what the second does.
     pub fn drain(&self) {
         let _ = self.orders.send(Order::Drain);
@@ -343,7 +424,7 @@ impl Control {
 
     /// Probes every worker now, beside the regular rhythm. Does not wait.
     pub fn probe(&self) {
-        self.plane.probe_now.send_modify(|count| *count += 1);
+        self.plane.probe_now();
     }
 
     /// All workers and lives that are ending, as they are now.

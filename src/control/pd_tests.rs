@@ -362,3 +362,288 @@ fn ranks_are_learnt_from_the_engines_metrics() {
         .collect();
     assert_eq!(facts, [(Some(0), 2), (Some(1), 2), (None, 1)]);
 }
+
+// ---- mooncake ----
+
+fn engine_ids(rig: &mut Rig) -> Vec<(String, Option<String>)> {
+    let pin = rig.parts.reader.pin();
+    let fleet = rig.parts.shared.fleet.load(&pin);
+    fleet
+        .eligible
+        .iter()
+        .filter(|worker| worker.role == Role::Prefill)
+        .map(|worker| {
+            let id = worker.kv.engine_id.as_deref().map(str::to_owned);
+            (worker.url.to_string(), id)
+        })
+        .collect()
+}
+
+fn view(rig: &Rig, url: &str) -> WorkerView {
+    let views = rig.control().workers();
+    views.into_iter().find(|view| *view.url == *url).unwrap()
+}
+
+/// A prefill worker is used once its engine id is known, whatever the bootstrap servers of the others do.
+#[test]
+fn engine_ids_are_asked_for_side_by_side() {
+    let hanging = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let (p1, p2, p3, d) = (
+        FakeWorker::start(MODEL),
+        FakeWorker::start(MODEL),
+        FakeWorker::start(MODEL),
+        FakeWorker::start(MODEL),
+    );
+    let (b2, b3) = (FakeWorker::start(""), FakeWorker::start(""));
+    b2.page("/query", r#"{"0":{"engine_id":"two"}}"#);
+    b3.page("/query", "{}");
+    let hanging_port = hanging.local_addr().unwrap().port().to_string();
+    let ports = [b2.address.port().to_string(), b3.address.port().to_string()];
+    let (u1, u2, u3) = (p1.url(), p2.url(), p3.url());
+    let flags = [
+        "--kv-connector",
+        "mooncake",
+        "--prefill",
+        &u1,
+        &hanging_port,
+        "--prefill",
+        &u2,
+        &ports[0],
+        "--prefill",
+        &u3,
+        &ports[1],
+    ];
+    let mut rig = pd_rig(&[], &[&d], &flags);
+    let started = std::time::Instant::now();
+    rig.ready(2);
+    assert!(
+        started.elapsed() < Duration::from_millis(1_900),
+        "the one that hangs holds up the others: {:?}",
+        started.elapsed()
+    );
+    assert_eq!(engine_ids(&mut rig), [(u2.clone(), Some("two".to_owned()))]);
+    until("the bootstrap server that knows nothing", || {
+        let reason = view(&rig, &u3).reason.unwrap_or_default();
+        reason == "engine id not known: the bootstrap server knows no engine yet"
+    });
+    until("the one that hangs", || {
+        let view = view(&rig, &u1);
+        view.state == "starting"
+            && view
+                .reason
+                .unwrap_or_default()
+                .contains("no answer in time")
+    });
+    assert_eq!(rig.get("/readiness").0, 200);
+    b3.page("/query", r#"{"7":{"engine_id":"three"}}"#);
+    rig.ready(3);
+    assert_eq!(
+        engine_ids(&mut rig)[1],
+        (u3, Some("three".to_owned())),
+        "of one engine any rank's id is its own"
+    );
+}
+
+/// A restarted engine has another id: no request goes out with the old one, and its slot is a new one, whether a probe
+/// saw it gone or not.
+#[test]
+fn a_restarted_engine_is_asked_again() {
+    let (p, d, bootstrap) = (
+        FakeWorker::start(MODEL),
+        FakeWorker::start(MODEL),
+        FakeWorker::start(""),
+    );
+    bootstrap.page("/query", r#"{"0":{"engine_id":"first"}}"#);
+    let (url, address) = (p.url(), p.address);
+    let port = bootstrap.address.port().to_string();
+    let flags = ["--kv-connector", "mooncake", "--prefill", &url, &port];
+    let mut rig = rig(&[], |config| {
+        *config = pd_config(&[], &[&d], &flags);
+        (
+            config.health.failure_threshold,
+            config.health.success_threshold,
+        ) = (2, 1);
+    });
+    rig.ready(2);
+    let first = view(&rig, &url).id;
+    bootstrap.page("/query", r#"{"0":{"engine_id":"second"}}"#);
+    until("the unseen restart", || {
+        engine_ids(&mut rig) == [(url.clone(), Some("second".to_owned()))]
+    });
+    let second = view(&rig, &url).id;
+    assert_ne!(first.slot, second.slot);
+
+    drop(p);
+    until("it is gone", || view(&rig, &url).state == "unhealthy");
+    bootstrap.page("/query", "{}");
+    let _p = FakeWorker::start_at(address, MODEL);
+    until("it is back, without an id", || {
+        let view = view(&rig, &url);
+        view.state == "starting" && view.id != second
+    });
+    assert!(engine_ids(&mut rig).is_empty());
+    bootstrap.page("/query", r#"{"0":{"engine_id":"third"}}"#);
+    until("the id of the new life", || {
+        engine_ids(&mut rig) == [(url.clone(), Some("third".to_owned()))]
+    });
+}
+
+// ---- discovery ----
+
+mod dealer {
+    use rmpv::Value;
+    use zeromq::{Socket, SocketSend};
+
+    /// An engine's side: a DEALER socket of the zeromq crate.
+    pub struct Dealer {
+        runtime: tokio::runtime::Runtime,
+        socket: Option<zeromq::DealerSocket>,
+    }
+
+    impl Dealer {
+        pub fn connect(address: std::net::SocketAddr) -> Dealer {
+            let runtime = tokio::runtime::Builder::new_multi_thread()
+                .worker_threads(1)
+                .enable_all()
+                .build()
+                .unwrap();
+            let mut socket = zeromq::DealerSocket::new();
+            runtime
+                .block_on(socket.connect(&format!("tcp://{address}")))
+                .unwrap();
+            Dealer {
+                runtime,
+                socket: Some(socket),
+            }
+        }
+
+        pub fn send(&mut self, bytes: Vec<u8>) {
+            let socket = self.socket.as_mut().unwrap();
+            self.runtime.block_on(socket.send(bytes.into())).unwrap();
+        }
+
+        pub fn register(&mut self, fields: &[(&str, Value)]) {
+            let fields = fields
+                .iter()
+                .map(|(name, value)| ((*name).into(), value.clone()));
+            let mut bytes = Vec::new();
+            rmpv::encode::write_value(&mut bytes, &Value::Map(fields.collect())).unwrap();
+            self.send(bytes);
+        }
+    }
+
+    impl Drop for Dealer {
+        fn drop(&mut self) {
+            let socket = self.socket.take();
+            self.runtime.block_on(async move { drop(socket) });
+        }
+    }
+}
+
+/// Engines that register join, leave when they are silent with what they run still in their books, and are back at
+/// once; nothing that is sent ends the listener.
+#[test]
+fn engines_register_themselves() {
+    let (p, d) = (FakeWorker::start(MODEL), FakeWorker::start(MODEL));
+    let mut rig = pd_rig(&[], &[], &["--vllm-discovery-address", "127.0.0.1:0"]);
+    let address = rig.control().discovery_address().unwrap();
+    assert_eq!(rig.get("/readiness").1["reason"], "no workers registered");
+    let mut dealer = dealer::Dealer::connect(address);
+    let at = |worker: &FakeWorker| worker.address.to_string();
+    let prefill = [
+        ("type", "P".into()),
+        ("http_address", at(&p).into()),
+        ("zmq_address", "127.0.0.1:21001".into()),
+        ("transfer_mode", "WRITE".into()),
+        ("tp_size", 4.into()),
+        ("dp_size", 2.into()),
+    ];
+    let decode = [("type", "D".into()), ("http_address", at(&d).into())];
+    dealer.register(&prefill);
+    dealer.register(&decode);
+    rig.ready(3);
+    assert_eq!(rig.get("/readiness").0, 200);
+    {
+        let pin = rig.parts.reader.pin();
+        let fleet = rig.parts.shared.fleet.load(&pin);
+        let of = |role| fleet.eligible.iter().filter(move |w| w.role == role);
+        let facts: Vec<_> = of(Role::Prefill)
+            .map(|w| (w.rank, (*w.kv).clone()))
+            .collect();
+        assert_eq!(facts.len(), 2);
+        assert_eq!(facts[1].0, Some(1));
+        let kv = &facts[1].1;
+        assert_eq!(
+            (&*kv.peer_address, kv.tp_size, kv.dp_size),
+            ("127.0.0.1:21001", 4, 2)
+        );
+        assert_eq!(kv.transfer_mode, Some(crate::shared::TransferMode::Write));
+        let kv = &of(Role::Decode).next().unwrap().kv;
+        assert_eq!(
+            (&*kv.peer_address, kv.tp_size, kv.dp_size),
+            (&*at(&d), 1, 1)
+        );
+    }
+
+    // What makes no sense is counted, and the connection that sent it goes on.
+    dealer.send(b"junk".to_vec());
+    dealer.register(&[("type", "P".into())]);
+    dealer.register(&[
+        ("type", "D".into()),
+        ("http_address", at(&d).into()),
+        ("transfer_mode", "READ".into()),
+    ]);
+    use std::io::Write;
+    let mut hostile = std::net::TcpStream::connect(address).unwrap();
+    hostile.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    until("four bad ones", || {
+        rig.scrape("")
+            .lines()
+            .any(|l| l == "corelane_discovery_refused_total 4")
+    });
+
+    let views = rig.control().workers();
+    let books = rig.parts.shared.books;
+    let guard = shards::LoadGuard::acquire(books, views[0].id, 10).unwrap();
+    // Only decode goes on registering; the lease of prefill ends in its own time.
+    let url = p.url();
+    let mut sent = std::time::Instant::now();
+    until("prefill is silent", || {
+        if sent.elapsed() > Duration::from_secs(1) {
+            sent = std::time::Instant::now();
+            dealer.register(&decode);
+        }
+        view(&rig, &format!("{url}@0")).state == "silent"
+    });
+    let silent = view(&rig, &format!("{url}@0"));
+    assert_eq!(silent.reason.as_deref(), Some("has not registered for 5 s"));
+    assert_eq!(
+        (silent.id, silent.in_flight),
+        (views[0].id, 1),
+        "it stays in its books"
+    );
+    assert_eq!(
+        rig.get("/readiness").1["reason"],
+        "no prefill worker is ready"
+    );
+    assert_eq!(rig.control().ready_count(), 1);
+    dealer.register(&prefill);
+    rig.ready(3);
+    assert_eq!(
+        view(&rig, &format!("{url}@0")).id,
+        views[0].id,
+        "the same life"
+    );
+    drop(guard);
+}
+
+/// An address that is taken ends the start, in words.
+#[test]
+fn a_discovery_address_that_is_taken_is_told() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let text = taken.local_addr().unwrap().to_string();
+    let error = discovery::bind(&text).unwrap_err().to_string();
+    assert!(error.contains("--vllm-discovery-address"), "{error}");
+    assert!(discovery::bind("nonsense").is_err());
+    assert!(discovery::bind("tcp://127.0.0.1:0").is_ok());
+}

@@ -13,13 +13,16 @@ use std::sync::Arc;
 
 use ahash::AHashSet;
 use shards::{Publisher, SLOT_COUNT_MAX, Slot, WorkerId};
+use tokio::time::Instant;
 
+use super::discovery::LEASE;
 use super::health::{Failure, Phase, Tracker, Verdict};
 use super::models::Model;
+use super::mooncake::EngineIds;
 use super::totals::Totals;
-use crate::config::{BOOTSTRAP_PORT, WORKER_COUNT_MAX, WorkerSpec, WorkerUrl};
+use crate::config::{BOOTSTRAP_PORT, Connector, WORKER_COUNT_MAX, WorkerSpec, WorkerUrl};
 use crate::route::Role;
-use crate::shared::{Exceptions, Fleet, KvFacts, Shared, ToCore, Worker};
+use crate::shared::{Exceptions, Fleet, KvFacts, Shared, ToCore, TransferMode, Worker};
 
 /// Names one registration; the same URL added again is another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +51,92 @@ pub struct Entry {
     pub was_added: bool,
     tracker: Tracker,
     good_count: u32,
+    /// Of an engine that registered itself.
+    lease: Option<Lease>,
+    /// As it registered.
+    told: Told,
+    /// Mooncake: it cannot be used before its engine ids are known.
+    needs_engine_ids: bool,
+    engine_ids: EngineIds,
+    /// Why they are not known.
+    engine_failure: Option<String>,
+    /// Grows each time it becomes ready, comes back or is a new process: what was asked before is asked again.
+    round: u32,
+}
+
+/// An engine's registration holds while it is renewed.
+#[derive(Debug)]
+struct Lease {
+    renewed: Instant,
+    is_there: bool,
+    /// A probe has seen the process gone since the lease ended.
+    was_gone: bool,
+}
+
+/// What an engine tells of itself, beyond where it is.
+#[derive(Debug, Default)]
+struct Told {
+    peer_address: Option<Arc<str>>,
+    transfer_mode: Option<TransferMode>,
+    tp_size: Option<u32>,
+    dp_size: Option<u32>,
+}
+
+/// One message of an engine that registers itself.
+#[derive(Clone, Debug)]
+pub struct Registration {
+    /// What it does.
+    pub role: Role,
+    /// Where it takes requests.
+    pub url: WorkerUrl,
+    /// Its ZMQ socket.
+    pub peer_address: Option<Arc<str>>,
+    /// MoRI-IO.
+    pub transfer_mode: Option<TransferMode>,
+    /// Tensor-parallel ranks, if it says so.
+    pub tp_size: Option<u32>,
+    /// Data-parallel ranks, if it says so.
+    pub dp_size: Option<u32>,
+}
+
+/// What became of a registration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Registered {
+    /// It is a new worker, to be probed.
+    New(Key),
+    /// It had been silent, and is back.
+    Back,
+    /// Nothing about who is eligible has changed.
+    Renewed,
+    /// It cannot be.
+    Refused(&'static str),
+}
+
+/// What the end of leases changed.
+#[derive(Debug, Default)]
+pub struct Ended {
+    /// Somebody gets no new work from now on.
+    pub has_changed: bool,
+    /// Engines silent for so long that they are to be removed.
+    pub gone: Vec<Key>,
+}
+
+/// Whether and where to ask for a worker's engine ids.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Question {
+    /// Which time it is ready; none: not now.
+    pub round: Option<u32>,
+    /// The bootstrap server.
+    pub bootstrap: Arc<str>,
+}
+
+/// What engine ids changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AppliedIds {
+    /// All ranks have theirs.
+    pub is_known: bool,
+    /// Something about who is eligible has changed.
+    pub has_changed: bool,
 }
 
 /// One worker of an engine: what the cores choose among.
@@ -73,12 +162,33 @@ impl Entry {
 
     /// Whether it may get new requests.
     pub fn is_ready(&self) -> bool {
-        self.phase() == Phase::Ready
+        self.phase() == Phase::Ready && self.is_there() && self.has_engine_ids()
     }
 
-    /// `starting`, `ready` or `unhealthy`.
+    /// Whether it registered itself.
+    pub fn has_lease(&self) -> bool {
+        self.lease.is_some()
+    }
+
+    /// Whether its engine ids have to be asked for.
+    pub fn needs_engine_ids(&self) -> bool {
+        self.needs_engine_ids
+    }
+
+    fn is_there(&self) -> bool {
+        self.lease.as_ref().is_none_or(|lease| lease.is_there)
+    }
+
+    fn has_engine_ids(&self) -> bool {
+        let mut ranks = self.ranks.iter();
+        !self.needs_engine_ids || ranks.all(|rank| rank.kv.engine_id.is_some())
+    }
+
+    /// `starting`, `ready`, `unhealthy`, or `silent`: it does not register any more.
     pub fn state(&self) -> &'static str {
         match self.phase() {
+            _ if !self.is_there() => "silent",
+            Phase::Ready if !self.has_engine_ids() => "starting",
             Phase::Starting => "starting",
             Phase::Ready => "ready",
             Phase::Unhealthy => "unhealthy",
@@ -87,11 +197,20 @@ impl Entry {
 
     /// Why it gets no requests; none: it does.
     pub fn reason(&self) -> Option<String> {
-        match (self.is_ready(), self.last_failure) {
-            (true, _) => None,
-            (false, None) => Some("not probed yet".to_owned()),
-            (false, Some(failure)) => Some(failure.to_string()),
+        if self.is_ready() {
+            return None;
         }
+        Some(match (self.phase(), self.last_failure) {
+            _ if !self.is_there() => {
+                format!("has not registered for {} s", LEASE.as_secs())
+            }
+            (Phase::Ready, _) => {
+                let why = self.engine_failure.as_deref().unwrap_or("not asked yet");
+                format!("engine id not known: {why}")
+            }
+            (_, None) => "not probed yet".to_owned(),
+            (_, Some(failure)) => failure.to_string(),
+        })
     }
 
     /// The worker of a label: the URL's first, or the one of a rank.
@@ -104,16 +223,27 @@ impl Entry {
         let bootstrap_address: Option<Arc<str>> = self
             .bootstrap_port
             .map(|port| self.url.on_port(port).into());
+        let peer_address = self.told.peer_address.clone();
         let facts = KvFacts {
             bootstrap_address,
             engine_id: None,
-            peer_address: self.url.host_and_port().into(),
+            peer_address: peer_address.unwrap_or_else(|| self.url.host_and_port().into()),
             dp_size: u32::try_from(self.ranks.len()).unwrap_or(u32::MAX),
-            tp_size: 1,
+            tp_size: self.told.tp_size.unwrap_or(1),
+            transfer_mode: self.told.transfer_mode,
         };
         for rank in &mut self.ranks {
+            let engine_id = match rank.number {
+                Some(number) => self.engine_ids.get(&number),
+                // One rank of perhaps many, which other registrations are: its bootstrap server knows only its own.
+                None => self.engine_ids.values().next(),
+            };
+            let facts = KvFacts {
+                engine_id: engine_id.cloned(),
+                ..facts.clone()
+            };
             if *rank.kv != facts {
-                rank.kv = Arc::new(facts.clone());
+                rank.kv = Arc::new(facts);
             }
         }
     }
@@ -290,11 +420,207 @@ impl Registry {
             was_added,
             tracker: Tracker::new(&self.shared.config.health),
             good_count: 0,
+            lease: None,
+            told: Told::default(),
+            needs_engine_ids: self.needs_engine_ids(role),
+            engine_ids: EngineIds::new(),
+            engine_failure: None,
+            round: 0,
         };
         entry.refresh_facts();
         self.entries.push(entry);
         self.publish();
         Ok(key)
+    }
+
+    fn needs_engine_ids(&self, role: Role) -> bool {
+        let pd = self.shared.config.pd.as_ref();
+        role == Role::Prefill && pd.is_some_and(|pd| pd.connector == Connector::Mooncake)
+    }
+
+    /// Takes a message of an engine that registers itself.
+    pub fn register(
+        &mut self,
+        registration: Registration,
+        now: Instant,
+    ) -> Result<Registered, AddError> {
+        let Registration { role, url, .. } = &registration;
+        if let Some(mode) = registration.transfer_mode {
+            let mut others = self.entries.iter().filter(|entry| entry.url != *url);
+            let is_other = |entry: &Entry| entry.told.transfer_mode.is_some_and(|m| m != mode);
+            if others.any(|entry| entry.is_there() && is_other(entry)) {
+                let reason = "its transfer_mode differs from that of the engines that are there";
+                return Ok(Registered::Refused(reason));
+            }
+        }
+        let index = self.entries.iter().position(|entry| entry.url == *url);
+        let known = match index {
+            Some(index) if self.entries[index].role == *role => Some(index),
+            // Another engine has its address now.
+            Some(index) if self.entries[index].has_lease() => {
+                self.remove(self.entries[index].key);
+                None
+            }
+            Some(_) => {
+                return Ok(Registered::Refused(
+                    "its address is configured as another role",
+                ));
+            }
+            None => None,
+        };
+        let is_new = known.is_none();
+        let index = match known {
+            Some(index) => index,
+            None => {
+                let spec = WorkerSpec {
+                    url: url.clone(),
+                    role: *role,
+                    bootstrap_port: None,
+                };
+                self.add(spec, true)?;
+                tracing::info!(worker = %url, role = role.label(), "engine has registered itself");
+                self.entries.len() - 1
+            }
+        };
+        let entry = &mut self.entries[index];
+        let dp_size = registration.dp_size;
+        entry.told = Told {
+            peer_address: registration.peer_address,
+            transfer_mode: registration.transfer_mode,
+            tp_size: registration.tp_size,
+            dp_size,
+        };
+        let before: Vec<Arc<KvFacts>> = entry.ranks.iter().map(|rank| rank.kv.clone()).collect();
+        entry.refresh_facts();
+        let ranks = entry.ranks.iter();
+        let mut has_changed = !ranks
+            .zip(&before)
+            .all(|(rank, kv)| Arc::ptr_eq(&rank.kv, kv));
+        let mut is_back = false;
+        if is_new {
+            entry.lease = Some(Lease {
+                renewed: now,
+                is_there: true,
+                was_gone: false,
+            });
+        } else if let Some(lease) = &mut entry.lease {
+            lease.renewed = now;
+            is_back = !std::mem::replace(&mut lease.is_there, true);
+        }
+        if let Some(count) = dp_size.filter(|_| self.shared.config.data_parallel_size == 1) {
+            has_changed |= self.set_rank_count(index, count);
+        }
+        if is_back {
+            self.welcome_back(index);
+        }
+        if has_changed || is_back {
+            self.publish();
+        }
+        Ok(match (is_new, is_back) {
+            (true, _) => Registered::New(self.entries[index].key),
+            (false, true) => Registered::Back,
+            (false, false) => Registered::Renewed,
+        })
+    }
+
+    fn welcome_back(&mut self, index: usize) {
+        let entry = &mut self.entries[index];
+        let lease = entry.lease.as_mut();
+        let mut was_gone = lease.is_some_and(|lease| std::mem::take(&mut lease.was_gone));
+        if entry.phase() != Phase::Ready {
+            was_gone |= entry.tracker.restart();
+        }
+        entry.round = entry.round.wrapping_add(1);
+        tracing::info!(worker = %entry.url, was_gone, "engine registers again");
+        if was_gone {
+            self.renew(index);
+        }
+    }
+
+    /// Ends the leases that are over at `now`.
+    pub fn end_leases(&mut self, now: Instant) -> Ended {
+        let limit = LEASE + self.shared.config.worker_startup_timeout;
+        let mut ended = Ended::default();
+        for entry in &mut self.entries {
+            let Some(lease) = &mut entry.lease else {
+                continue;
+            };
+            let silence = now.saturating_duration_since(lease.renewed);
+            if silence > limit {
+                ended.gone.push(entry.key);
+            } else if silence > LEASE && lease.is_there {
+                lease.is_there = false;
+                lease.was_gone = false;
+                ended.has_changed = true;
+                tracing::warn!(worker = %entry.url, "engine does not register any more: no new requests");
+            }
+        }
+        if ended.has_changed {
+            self.publish();
+        }
+        ended
+    }
+
+    /// Where and whether to ask for engine ids. None: that registration is gone.
+    pub fn question(&self, key: Key) -> Option<Question> {
+        let entry = self.entry(key)?;
+        let is_ready = entry.phase() == Phase::Ready && entry.is_there();
+        let kv = &entry.ranks.first()?.kv;
+        Some(Question {
+            round: is_ready.then_some(entry.round),
+            bootstrap: kv.bootstrap_address.clone()?,
+        })
+    }
+
+    /// Takes the answer to a [`Question`]; one of an earlier round is dropped. None: that registration is gone.
+    pub fn apply_engine_ids(
+        &mut self,
+        key: Key,
+        round: Option<u32>,
+        answer: Result<EngineIds, String>,
+    ) -> Option<AppliedIds> {
+        let index = self.entries.iter().position(|entry| entry.key == key)?;
+        let entry = &mut self.entries[index];
+        let mut applied = AppliedIds {
+            is_known: false,
+            has_changed: false,
+        };
+        if Some(entry.round) != round {
+            return Some(applied);
+        }
+        let mut ranks = entry.ranks.iter().map(|rank| rank.number);
+        let answer = answer.and_then(|ids| {
+            match ranks.find(|rank| rank.map_or(ids.is_empty(), |rank| !ids.contains_key(&rank))) {
+                None => Ok(ids),
+                Some(None) => Err("the bootstrap server knows no engine yet".to_owned()),
+                Some(Some(rank)) => Err(format!("the bootstrap server does not know rank {rank}")),
+            }
+        });
+        match answer {
+            Err(reason) => {
+                if entry.engine_failure.as_ref() != Some(&reason) {
+                    tracing::warn!(worker = %entry.url, reason, "engine id not known yet");
+                }
+                entry.engine_failure = Some(reason);
+            }
+            Ok(ids) => {
+                applied.is_known = true;
+                entry.engine_failure = None;
+                if entry.engine_ids != ids {
+                    applied.has_changed = true;
+                    tracing::info!(worker = %entry.url, ?ids, "engine id known");
+                    // Known under another id, it has started anew without being seen gone.
+                    if !entry.engine_ids.is_empty() {
+                        self.renew(index);
+                    }
+                    let entry = &mut self.entries[index];
+                    entry.engine_ids = ids;
+                    entry.refresh_facts();
+                    self.publish();
+                }
+            }
+        }
+        Some(applied)
     }
 
     /// Takes a worker off the list. No new work from now on; what runs finishes, then its slot is freed.
@@ -320,7 +646,9 @@ impl Registry {
         let config = &self.shared.config;
         let is_unsaid = config.pd.is_some() && config.data_parallel_size == 1;
         let entry = self.entry(key).filter(|_| is_unsaid);
-        entry.is_some_and(|entry| entry.tracker.is_next_success_ready())
+        entry.is_some_and(|entry| {
+            entry.told.dp_size.is_none() && entry.tracker.is_next_success_ready()
+        })
     }
 
     /// Whether the models of a worker should be asked for, after the good probe that is about to be applied.
@@ -346,7 +674,12 @@ impl Registry {
                     has_changed = true;
                 }
             }
-            Err(failure) => entry.last_failure = Some(failure),
+            Err(failure) => {
+                entry.last_failure = Some(failure);
+                if let Some(lease) = entry.lease.as_mut().filter(|lease| !lease.is_there) {
+                    lease.was_gone |= failure.is_gone();
+                }
+            }
         }
         if let Some(models) = probed.models {
             has_changed |= !entry
@@ -357,13 +690,17 @@ impl Registry {
             entry.models = models;
         }
         log_verdict(entry, verdict, is_new_life);
-        if entry.is_ready() {
+        if entry.phase() == Phase::Ready {
             entry.last_failure = None;
+        }
+        if is_new_life || matches!(verdict, Verdict::Ready { .. }) {
+            entry.round = entry.round.wrapping_add(1);
         }
         if is_new_life {
             self.renew(index);
         }
-        if let Some(count) = probed.rank_count {
+        let is_told = self.entries[index].told.dp_size.is_some();
+        if let Some(count) = probed.rank_count.filter(|_| !is_told) {
             has_changed |= self.set_rank_count(index, count);
         }
         if has_changed {
@@ -479,8 +816,14 @@ impl Registry {
 
     /// The process behind an entry is another one: new slots, empty caches, load that starts at zero.
     fn renew(&mut self, index: usize) {
-        let count = self.entries[index].ranks.len() as u32;
-        self.replace_ranks(index, count);
+        let entry = &mut self.entries[index];
+        // Another process has another id: not one request goes out with the old one.
+        entry.engine_ids.clear();
+        entry.engine_failure = None;
+        let count = entry.ranks.len() as u32;
+        if !self.replace_ranks(index, count) {
+            self.entries[index].refresh_facts();
+        }
     }
 
     /// The engine has told how many ranks it has. True: other than before.

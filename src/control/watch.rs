@@ -107,13 +107,14 @@ async fn probe(plane: &Plane, key: Key, target: &Target) -> Probed {
     }
 }
 
-/// Workers of the command line are waited for without end; added ones are dropped, as vllm-router does.
+/// Workers of the command line are waited for without end; added ones are dropped, as vllm-router does; the leases of
+/// those that registered themselves tell.
 fn is_overdue(plane: &Plane, key: Key, waited: Duration) -> bool {
     waited >= plane.shared.config.worker_startup_timeout
         && plane
             .registry()
             .entry(key)
-            .is_some_and(|entry| entry.was_added)
+            .is_some_and(|entry| entry.was_added && !entry.has_lease())
 }
 
 /// Says once that the first worker is ready, and who is not; repeats it while some are missing.
@@ -182,10 +183,10 @@ fn missing(plane: &Plane) -> (usize, Vec<String>) {
     let starting = registry
         .entries()
         .iter()
-        .filter(|entry| entry.phase() == Phase::Starting);
-    let missing = starting.map(|entry| match entry.last_failure {
-        Some(failure) => format!("{} ({failure})", entry.url),
-        None => format!("{} (no answer yet)", entry.url),
+        .filter(|entry| entry.state() == "starting");
+    let missing = starting.map(|entry| {
+        let reason = entry.reason().unwrap_or_default();
+        format!("{} {} ({reason})", entry.role.label(), entry.url)
     });
     (registry.ready_count(), missing.collect())
 }

@@ -352,3 +352,95 @@ fn totals_follow_the_url_not_the_slot() {
     assert_eq!(rig.id(other).slot.0, 0, "the slot that had counted 5");
     assert_eq!(rig.totals(other), Totals::default());
 }
+
+/// On given times: a lease ends after five seconds, its worker keeps its slot and books; a process that was seen gone
+/// meanwhile returns as another life; one that stays away is removed.
+#[test]
+fn leases_end_and_are_renewed() {
+    let mut rig = rig(1, 8);
+    let start = Instant::now();
+    let at = |ms| start + std::time::Duration::from_millis(ms);
+    let registration = Registration {
+        role: Role::Prefill,
+        url: WorkerUrl::parse("http://a:1").unwrap(),
+        peer_address: Some("a:2".into()),
+        transfer_mode: None,
+        tp_size: None,
+        dp_size: None,
+    };
+    let register = |rig: &mut Rig, ms| rig.registry.register(registration.clone(), at(ms)).unwrap();
+    let Registered::New(key) = register(&mut rig, 0) else {
+        panic!("new")
+    };
+    rig.good(key);
+    let id = rig.id(key);
+    assert_eq!(register(&mut rig, 4_900), Registered::Renewed);
+    assert!(!rig.registry.end_leases(at(9_900)).has_changed);
+    assert_eq!(rig.eligible().len(), 1);
+    assert!(rig.registry.end_leases(at(9_901)).has_changed);
+    assert!(!rig.registry.end_leases(at(9_902)).has_changed, "told once");
+    assert!(rig.eligible().is_empty());
+    let guard = rig.guard(id);
+    assert_eq!(register(&mut rig, 20_000), Registered::Back);
+    assert_eq!(rig.eligible(), [("http://a:1".to_owned(), id)]);
+    drop(guard);
+
+    rig.registry.end_leases(at(26_000));
+    rig.bad(key, Failure::Refused);
+    register(&mut rig, 30_000);
+    assert_eq!(rig.eligible().len(), 1, "back at once");
+    assert_ne!(rig.id(key).slot, id.slot, "as another life");
+
+    // Out by probes as well: one good probe is enough after it has registered again.
+    for _ in 0..3 {
+        rig.bad(key, Failure::Timeout);
+    }
+    rig.registry.end_leases(at(40_000));
+    register(&mut rig, 50_000);
+    assert!(rig.eligible().is_empty());
+    rig.good(key);
+    assert_eq!(rig.eligible().len(), 1);
+
+    let gone = rig.registry.end_leases(at(50_000 + 5_000 + 600_001)).gone;
+    assert_eq!(gone, [key]);
+}
+
+/// Engines of another transfer mode, or at the address of a configured worker of another role, are refused; an address
+/// that another engine took over is a new worker.
+#[test]
+fn registrations_must_fit() {
+    let mut rig = rig(1, 8);
+    let now = Instant::now();
+    let registration = |url: &str, role, transfer_mode| Registration {
+        role,
+        url: WorkerUrl::parse(url).unwrap(),
+        peer_address: None,
+        transfer_mode,
+        tp_size: None,
+        dp_size: None,
+    };
+    let (read, write) = (Some(TransferMode::Read), Some(TransferMode::Write));
+    let configured = rig.add("http://a:1");
+    let register = |rig: &mut Rig, url, role, mode| {
+        let registration = registration(url, role, mode);
+        rig.registry.register(registration, now).unwrap()
+    };
+    assert!(matches!(
+        register(&mut rig, "http://a:1", Role::Prefill, None),
+        Registered::Refused(_)
+    ));
+    let first = register(&mut rig, "http://b:1", Role::Prefill, read);
+    assert!(matches!(
+        register(&mut rig, "http://c:1", Role::Decode, write),
+        Registered::Refused(_)
+    ));
+    assert_eq!(
+        register(&mut rig, "http://b:1", Role::Prefill, write),
+        Registered::Renewed,
+        "the only one may change it"
+    );
+    let second = register(&mut rig, "http://b:1", Role::Decode, write);
+    assert!(matches!(second, Registered::New(_)) && second != first);
+    assert_eq!(rig.registry.entries().len(), 2);
+    assert!(rig.registry.entry(configured).is_some());
+}
