@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Parser;
 use corelane::config::{Cli, Command, Config, EXIT_USAGE};
-use corelane::demo::{DemoArgs, FleetView, Probe, WorkerView};
+use corelane::demo::{DemoArgs, FleetView, Probe, WorkerView, router_flags};
 use corelane::route::Reason;
 use corelane::{Router, doctor, start};
 use shards::HistogramSnapshot;
@@ -75,23 +75,17 @@ fn demo(args: &DemoArgs) -> ExitCode {
     if let Err(e) = watch_signals(interrupted.clone()) {
         return report(Err(e));
     }
-    let summary = corelane::demo::run(args, &interrupted, |urls, port| {
+    let summary = corelane::demo::run(args, &interrupted, |workers, port| {
         let port = port.to_string();
-        let mut line = vec![
-            "corelane",
-            "--port",
-            &port,
-            "--prometheus-port",
-            "0",
-            "--worker-urls",
-        ];
-        line.extend(urls.iter().map(String::as_str));
+        let mut line = vec!["corelane", "--port", &port, "--prometheus-port", "0"];
+        let named = router_flags(workers);
+        line.extend(named.iter().map(String::as_str));
         let cli = Cli::try_parse_from(line).map_err(io::Error::other)?;
         let router =
             start(Config::from_cli(cli).map_err(io::Error::other)?).map_err(io::Error::other)?;
         if !router
             .control()
-            .wait_ready(urls.len(), std::time::Duration::from_secs(10))
+            .wait_ready(workers.len(), std::time::Duration::from_secs(10))
         {
             return Err(io::Error::other(
                 "the simulated workers did not become ready",
@@ -100,7 +94,7 @@ fn demo(args: &DemoArgs) -> ExitCode {
         Ok((router.address, Live(router)))
     });
     match summary {
-        Ok(summary) if summary.errors == 0 => ExitCode::SUCCESS,
+        Ok(summary) if summary.is_good() => ExitCode::SUCCESS,
         Ok(_) => ExitCode::FAILURE,
         Err(e) => report(Err(e)),
     }

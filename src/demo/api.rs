@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use super::engine::{Event, NewSequence, TOKEN_BYTES};
+use super::handover::Leg;
 use super::words::{self, Dice};
 
 /// Choices one request may ask for.
@@ -28,10 +29,6 @@ pub struct Served {
     pub block_tokens: u32,
     /// Mean length of an answer that nothing cuts, in tokens.
     pub output_tokens: u32,
-    /// Names this engine to its peers in P/D, with `address`.
-    pub engine_id: String,
-    /// Where it listens.
-    pub address: std::net::SocketAddr,
 }
 
 /// A refusal, in the shape vLLM gives it.
@@ -144,6 +141,11 @@ pub struct Answer {
     includes_usage: bool,
     is_usage_continuous: bool,
     is_base64: bool,
+    /// What the request says about P/D.
+    pub leg: Leg,
+    /// Names the prompts and their salt; with another model there is no answer at all.
+    pub prompt_hash: u64,
+    choices_per_prompt: usize,
     kv_transfer_params: Option<Value>,
     cached_tokens: u32,
     emitted_tokens: u32,
@@ -164,22 +166,24 @@ pub fn parse(
     let request = parse_object(body)?;
     let prompts = prompts(dialect, &request)?;
     check_model(served, &request)?;
+    let is_stream = dialect != Dialect::Embedding && request["stream"].as_bool() == Some(true);
+    check_stream_options(&request, is_stream)?;
     let limits = Limits::parse(dialect, &request)?;
-    let kv = request.get("kv_transfer_params");
-    let is_flag =
-        |params: Option<&Value>, name: &str| params.and_then(|p| p[name].as_bool()) == Some(true);
-    let options = request.get("stream_options");
+    let options = &request["stream_options"];
+    let salt = request["cache_salt"].as_str().unwrap_or("");
     let mut choices = Vec::new();
+    let mut prompt_hash = xxh3_64(salt.as_bytes());
     for prompt in &prompts {
-        let salt = request["cache_salt"].as_str().unwrap_or("");
+        prompt_hash = xxh3_64_with_seed(prompt, prompt_hash);
         for nth in 0..limits.choices {
-            let mut choice = limits.choice(served, prompt, salt, nth)?;
-            choice.sequence.is_prompt_remote = is_flag(kv, "do_remote_prefill");
-            choices.push(choice);
+            choices.push(limits.choice(served, prompt, salt, nth)?);
         }
     }
-    let kv_transfer_params =
-        is_flag(kv, "do_remote_decode").then(|| handed_over(served, &choices[0].sequence));
+    let leg = Leg {
+        params: request["kv_transfer_params"].clone(),
+        tokens_max: limits.tokens_max,
+        is_stream,
+    };
     Ok(Answer {
         dialect,
         id: format!("{}{request_id}", dialect.id_prefix()),
@@ -189,30 +193,27 @@ pub fn parse(
             .unwrap_or(&served.model)
             .to_owned(),
         choices,
-        is_stream: dialect != Dialect::Embedding && request["stream"].as_bool() == Some(true),
-        includes_usage: is_flag(options, "include_usage"),
-        is_usage_continuous: is_flag(options, "continuous_usage_stats"),
+        is_stream,
+        includes_usage: options["include_usage"] == true,
+        is_usage_continuous: options["continuous_usage_stats"] == true,
         is_base64: request["encoding_format"] == "base64",
-        kv_transfer_params,
+        leg,
+        prompt_hash,
+        choices_per_prompt: limits.choices as usize,
+        kv_transfer_params: None,
         cached_tokens: 0,
         emitted_tokens: 0,
         ended: 0,
     })
 }
 
-/// What the prefill leg of P/D tells the decode leg (NIXL connector).
-fn handed_over(served: &Served, sequence: &NewSequence) -> Value {
-    let blocks = sequence.prompt_tokens.div_ceil(served.block_tokens);
-    json!({
-        "do_remote_prefill": true,
-        "do_remote_decode": false,
-        "remote_block_ids": (0..blocks).collect::<Vec<u32>>(),
-        "remote_engine_id": served.engine_id,
-        "remote_request_id": null,
-        "remote_host": served.address.ip().to_string(),
-        "remote_port": served.address.port(),
-        "tp_size": 1,
-    })
+/// vLLM's rule, which a router breaks easily that turns a streamed request into a prefill leg.
+fn check_stream_options(request: &Value, is_stream: bool) -> Result<(), ApiError> {
+    if request["stream_options"].is_null() || is_stream {
+        return Ok(());
+    }
+    let message = "Value error, Stream options can only be defined when `stream=True`.";
+    Err(ApiError::invalid("value_error", "", message))
 }
 
 fn parse_object(body: &[u8]) -> Result<Value, ApiError> {
@@ -421,6 +422,15 @@ impl Limits {
         if dialect == Dialect::Completion {
             tokens_max = tokens_max.or(Some(COMPLETION_TOKENS));
         }
+        let tokens_min = request["min_tokens"].as_u64().unwrap_or(0);
+        // The other two have no such field: vLLM does not look at it.
+        let has_min = matches!(dialect, Dialect::Chat | Dialect::Completion);
+        if let Some(most) = tokens_max.filter(|most| has_min && tokens_min > *most) {
+            let message = format!(
+                "min_tokens must be less than or equal to max_tokens={most}, got {tokens_min}."
+            );
+            return Err(ApiError::bad_request(message, Some("min_tokens")));
+        }
         let choices = if dialect == Dialect::Embedding {
             1
         } else {
@@ -442,7 +452,7 @@ impl Limits {
             dialect,
             choices,
             tokens_max,
-            tokens_min: request["min_tokens"].as_u64().unwrap_or(0),
+            tokens_min,
             ignores_end: request["ignore_eos"].as_bool() == Some(true),
             stops,
         })
@@ -486,6 +496,7 @@ impl Limits {
             prompt_tokens: prompt_tokens as u32,
             output_tokens: text.len().div_ceil(TOKEN_BYTES) as u32,
             is_prompt_remote: false,
+            kept_as: None,
         };
         Ok(Choice {
             sequence,
@@ -551,6 +562,31 @@ fn block_chain(served: &Served, salt: &str, prompt: &[u8], answer: &[u8]) -> Vec
 }
 
 impl Answer {
+    /// Whether P/D is about it: whoever wants embeddings decodes nothing.
+    pub fn is_generated(&self) -> bool {
+        self.dialect != Dialect::Embedding
+    }
+
+    /// Blocks of the prompt that is handed over. Of several prompts that is the first alone; vLLM pins them all and
+    /// tells of the first, so that the others leak.
+    pub fn handover_blocks(&self, served: &Served) -> u32 {
+        let sequence = &self.choices[0].sequence;
+        sequence.prompt_tokens.div_ceil(served.block_tokens)
+    }
+
+    /// The prompt's blocks are kept under this number, and a reply that is not streamed says so.
+    pub fn hand_over(&mut self, number: u64, params: Value) {
+        self.choices[0].sequence.kept_as = Some(number);
+        self.kv_transfer_params = Some(params);
+    }
+
+    /// The first prompt's blocks are fetched from another engine.
+    pub fn take_over(&mut self) {
+        for choice in &mut self.choices[..self.choices_per_prompt] {
+            choice.sequence.is_prompt_remote = true;
+        }
+    }
+
     /// Notes what the engine did. Says whether this was the last of it.
     pub fn note(&mut self, choice: u32, event: Event) -> bool {
         let is_last = match event {
@@ -677,6 +713,7 @@ impl Answer {
             "id": self.id, "object": "response", "created_at": self.created, "model": self.model,
             "status": status, "output": output, "parallel_tool_calls": true, "tool_choice": "auto", "tools": [],
             "incomplete_details": null, "error": null, "usage": usage,
+            "kv_transfer_params": self.kv_transfer_params,
         })
     }
 
@@ -875,7 +912,7 @@ fn write_event(name: Option<&str>, value: &Value, out: &mut Vec<u8>) {
 /// `/v1/models`
 pub fn models(served: &Served, created: u64) -> Value {
     let permission = json!({
-        "id": format!("modelperm-{}", served.engine_id), "object": "model_permission", "created": created,
+        "id": format!("modelperm-{}", served.model), "object": "model_permission", "created": created,
         "allow_create_engine": false, "allow_sampling": true, "allow_logprobs": true,
         "allow_search_indices": false, "allow_view": true, "allow_fine_tuning": false, "organization": "*",
         "group": null, "is_blocking": false,
@@ -918,8 +955,6 @@ mod tests {
             max_model_len: 1000,
             block_tokens: 16,
             output_tokens: 20,
-            engine_id: "engine-0".into(),
-            address: ([127, 0, 0, 1], 1).into(),
         }
     }
 
@@ -1047,6 +1082,21 @@ mod tests {
                 400,
                 "BadRequestError",
             ),
+            (
+                r#"{"messages":[{"role":"user","content":"x"}],"max_tokens":1,"min_tokens":2}"#,
+                400,
+                "BadRequestError",
+            ),
+            (
+                r#"{"messages":[{"role":"user","content":"x"}],"stream":false,"stream_options":{}}"#,
+                400,
+                "Bad Request",
+            ),
+            (
+                r#"{"messages":[{"role":"user","content":"x"}],"stream_options":{"include_usage":true}}"#,
+                400,
+                "Bad Request",
+            ),
         ] {
             assert_eq!(refused(Dialect::Chat, body), (status, kind), "{body}");
         }
@@ -1106,18 +1156,34 @@ mod tests {
     }
 
     #[test]
-    fn a_prefill_leg_hands_its_blocks_over_and_a_decode_leg_takes_them() {
-        let mut body = json!({"messages": [user(&"x".repeat(640))], "max_tokens": 1,
+    fn a_handover_is_for_the_first_prompt_and_its_choices() {
+        let body = json!({"prompt": ["x".repeat(640), "y"], "max_tokens": 1, "n": 2,
             "kv_transfer_params": {"do_remote_decode": true, "do_remote_prefill": false}});
-        let params =
-            parse_value(Dialect::Chat, &body).unwrap().reply()["kv_transfer_params"].clone();
-        assert_eq!(params["do_remote_prefill"], true);
-        assert_eq!(params["remote_engine_id"], "engine-0");
-        assert!(params["remote_block_ids"].as_array().unwrap().len() >= 10);
-        body["kv_transfer_params"] = params;
-        let decode = parse_value(Dialect::Chat, &body).unwrap();
-        assert!(decode.choices[0].sequence.is_prompt_remote);
-        assert!(decode.reply()["kv_transfer_params"].is_null());
+        let mut answer = parse_value(Dialect::Completion, &body).unwrap();
+        assert!(answer.leg.asks_for_handover() && answer.leg.tokens_max == Some(1));
+        assert_eq!(answer.reply()["kv_transfer_params"], Value::Null);
+        assert_eq!(answer.handover_blocks(&served()), 10);
+        answer.hand_over(7, json!("told"));
+        assert_eq!(answer.reply()["kv_transfer_params"], "told");
+        answer.take_over();
+        let sequences = answer.choices.iter().map(|choice| &choice.sequence);
+        let marks: Vec<_> = sequences.map(|s| (s.kept_as, s.is_prompt_remote)).collect();
+        let (kept, second) = ((Some(7), true), (None, true));
+        assert_eq!(marks, [kept, second, (None, false), (None, false)]);
+    }
+
+    #[test]
+    fn the_same_prompt_has_the_same_hash_whatever_is_asked_of_it() {
+        let hash = |body: Value| parse_value(Dialect::Chat, &body).unwrap().prompt_hash;
+        let plain = hash(json!({"messages": [user("hi")]}));
+        let leg = json!({"messages": [user("hi")], "max_tokens": 1, "min_tokens": 1, "stream": false, "n": 2});
+        assert_eq!(plain, hash(leg));
+        assert_ne!(plain, hash(json!({"messages": [user("ho")]})));
+        assert_ne!(
+            plain,
+            hash(json!({"messages": [user("hi")], "cache_salt": "s"}))
+        );
+        assert_ne!(plain, hash(json!({"messages": [user("hi")], "tools": []})));
     }
 
     /// Plays an answer through, as an engine would.

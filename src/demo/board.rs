@@ -6,6 +6,7 @@
 use std::fmt::Write as _;
 
 use super::engine::EngineStats;
+use super::handover::{HandoverCounts, Violation};
 
 /// vLLM's buckets of `vllm:time_to_first_token_seconds`.
 const FIRST_TOKEN_BOUNDS_S: [f64; 20] = [
@@ -152,6 +153,78 @@ impl Board {
         page.line("cache_config_info", &cache, 1);
         page.text
     }
+
+    /// What `/metrics` says of P/D besides, in names that are this simulated worker's own.
+    pub fn handover_exposition(&self, counts: &HandoverCounts) -> String {
+        let mut text = String::new();
+        // Writing to a String cannot fail.
+        let mut family = |name: &str, kind: &str, help: &str, lines: &[(&str, u64)]| {
+            let _ = writeln!(
+                text,
+                "# HELP mock_worker_pd_{name} {help}\n# TYPE mock_worker_pd_{name} {kind}"
+            );
+            for (labels, value) in lines {
+                let _ = writeln!(text, "mock_worker_pd_{name}{labels} {value}");
+            }
+        };
+        let counters = [
+            (
+                "issued",
+                "Hand-overs whose blocks were pinned.",
+                counts.issued,
+            ),
+            (
+                "fetched",
+                "Hand-overs that a decode worker has fetched.",
+                counts.fetched,
+            ),
+            (
+                "expired",
+                "Hand-overs whose lease ended first: leaked.",
+                counts.expired,
+            ),
+            (
+                "lost",
+                "Hand-overs gone with a restarted engine.",
+                counts.lost,
+            ),
+            (
+                "claimed",
+                "Hand-overs of others that were claimed.",
+                counts.claimed,
+            ),
+        ];
+        for (name, help, value) in counters {
+            family(
+                &format!("{name}_handovers_total"),
+                "counter",
+                help,
+                &[("", value)],
+            );
+        }
+        let open = [("", counts.open())];
+        family("open_handovers", "gauge", "Hand-overs waited for.", &open);
+        let kept = [("", u64::from(self.engine.kept_blocks))];
+        family(
+            "pinned_blocks",
+            "gauge",
+            "KV blocks pinned for hand-overs.",
+            &kept,
+        );
+        let labels = Violation::ALL.map(|kind| format!("{{kind=\"{}\"}}", kind.label()));
+        let lines: Vec<(&str, u64)> = labels
+            .iter()
+            .zip(counts.violations)
+            .map(|(labels, count)| (labels.as_str(), count))
+            .collect();
+        family(
+            "violations_total",
+            "counter",
+            "Breaches of the P/D protocol.",
+            &lines,
+        );
+        text
+    }
 }
 
 struct Page {
@@ -231,6 +304,28 @@ mod tests {
             format!("vllm:time_to_first_token_seconds_count{{{labels}}} 3\n"),
         ] {
             assert!(text.contains(&line), "{line} in {text}");
+        }
+    }
+    #[test]
+    fn the_page_of_handovers_has_every_kind_of_violation() {
+        let mut board = Board::default();
+        board.engine.kept_blocks = 12;
+        let mut counts = HandoverCounts {
+            issued: 5,
+            expired: 2,
+            ..HandoverCounts::default()
+        };
+        counts.violations[Violation::Reused as usize] = 3;
+        let text = board.handover_exposition(&counts);
+        for line in [
+            "\nmock_worker_pd_issued_handovers_total 5\n",
+            "\nmock_worker_pd_expired_handovers_total 2\n",
+            "\nmock_worker_pd_open_handovers 3\n",
+            "\nmock_worker_pd_pinned_blocks 12\n",
+            "\nmock_worker_pd_violations_total{kind=\"reused\"} 3\n",
+            "\nmock_worker_pd_violations_total{kind=\"missing\"} 0\n",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
         }
     }
 }

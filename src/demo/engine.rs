@@ -4,11 +4,13 @@
 //! `now` in and takes events out. What it copies from vLLM is the scheduler's shape, not its numbers: one step at a
 //! time; a step decodes one token for every running sequence that is past its prompt and prefills a bounded chunk of the
 //! oldest that is not; full blocks of 16 tokens are cached by chained hash, pinned while in use, and evicted oldest first.
+//! In P/D a prompt that is to be handed over keeps its blocks pinned after its sequence's end, and one that is fetched
+//! costs time of its own, outside the steps, for the blocks that are not cached here.
 //! What it leaves out: preemption (a sequence is admitted only when its blocks up to its last token fit).
 //!
 //! Invariants:
-//! - E1: cached blocks + private blocks of running sequences <= `cache_blocks`.
-//! - E2: a block is pinned as often as running sequences hold it; pinned blocks are never evicted.
+//! - E1: cached blocks + private blocks of running sequences and kept prompts <= `cache_blocks`.
+//! - E2: a block is pinned as often as running sequences and kept prompts hold it; pinned blocks are never evicted.
 //! - E3: a sequence leaves the engine exactly once: by its last event, or by [`Engine::abort`].
 
 use std::collections::{BTreeMap, VecDeque};
@@ -34,6 +36,8 @@ pub struct EngineConfig {
     pub cache_blocks: u32,
     /// Prompt tokens a second while prefilling; 0 takes no time.
     pub prefill_tokens_per_s: f64,
+    /// Tokens a second whose KV blocks are fetched from another engine, for each sequence; 0 takes no time.
+    pub transfer_tokens_per_s: f64,
     /// Prompt tokens prefilled in one step at most (chunked prefill).
     pub chunk_tokens: u32,
     /// Time of a decode step, whatever the batch.
@@ -50,6 +54,7 @@ impl Default for EngineConfig {
             block_tokens: 16,
             cache_blocks: 8192,
             prefill_tokens_per_s: 8000.0,
+            transfer_tokens_per_s: 200_000.0,
             chunk_tokens: 512,
             step_base: Duration::from_millis(12),
             step_per_sequence: Duration::from_micros(400),
@@ -71,6 +76,8 @@ pub struct NewSequence {
     pub output_tokens: u32,
     /// The prompt's KV blocks come from another engine (the decode side of P/D): only its last token is computed here.
     pub is_prompt_remote: bool,
+    /// The prompt's KV blocks stay after the sequence's end under this number, until [`Engine::release_kept`].
+    pub kept_as: Option<u64>,
 }
 
 /// What a step brought forth.
@@ -80,7 +87,7 @@ pub enum Event {
     Prefilled {
         /// The sequence.
         id: u64,
-        /// Prompt tokens that were not computed here.
+        /// Prompt tokens that were not computed here; of a prompt from another engine all, as vLLM reports it.
         cached_tokens: u32,
         /// No token is wanted: the sequence has ended.
         is_last: bool,
@@ -103,7 +110,7 @@ pub struct EngineStats {
     pub running: u32,
     /// Sequences not yet admitted.
     pub waiting: u32,
-    /// Blocks in use by running sequences, as a fraction of all.
+    /// Blocks in use by running sequences and kept prompts, as a fraction of all.
     pub usage: f64,
     /// Prompt tokens of admitted sequences (vLLM counts its prefix cache queries in tokens).
     pub queried_tokens: u64,
@@ -119,6 +126,23 @@ pub struct EngineStats {
     pub aborted: u64,
     /// Blocks evicted to make room.
     pub evicted_blocks: u64,
+    /// Blocks that kept prompts hold; one that several share counts for each.
+    pub kept_blocks: u32,
+    /// Tokens whose blocks were fetched from other engines.
+    pub fetched_tokens: u64,
+}
+
+/// A prompt whose sequence has ended and whose blocks are waited for by another engine.
+#[derive(Debug)]
+struct Kept {
+    pinned: Vec<u64>,
+    private_blocks: u32,
+}
+
+impl Kept {
+    fn blocks(&self) -> u32 {
+        self.pinned.len() as u32 + self.private_blocks
+    }
 }
 
 #[derive(Debug)]
@@ -134,6 +158,8 @@ struct Sequence {
     /// What it does in the step under way: prompt tokens, or (0 and `is_decoding`) one token of the answer.
     planned_tokens: u32,
     is_decoding: bool,
+    /// Until then its blocks are on their way from another engine.
+    fetched_at: Nanos,
 }
 
 impl Sequence {
@@ -147,11 +173,21 @@ impl Sequence {
             private_blocks: 0,
             planned_tokens: 0,
             is_decoding: false,
+            fetched_at: 0,
         }
     }
 
     fn left_to_prefill(&self) -> u32 {
         self.new.prompt_tokens.saturating_sub(self.computed_tokens)
+    }
+
+    /// Its part in the step that begins now, out of the step's budget of prompt tokens.
+    fn plan(&mut self, now: Nanos, budget: &mut u32) {
+        let is_here = self.fetched_at <= now;
+        let left = self.left_to_prefill();
+        self.is_decoding = is_here && left == 0;
+        self.planned_tokens = if is_here { left.min(*budget) } else { 0 };
+        *budget -= self.planned_tokens;
     }
 }
 
@@ -163,7 +199,10 @@ pub struct Engine {
     waiting: VecDeque<Sequence>,
     /// In order of admission.
     running: Vec<Sequence>,
+    kept: AHashMap<u64, Kept>,
     step_ends: Option<Nanos>,
+    /// The step under way computes nothing: every running sequence waits for its blocks.
+    is_only_fetching: bool,
     stats: EngineStats,
 }
 
@@ -176,7 +215,9 @@ impl Engine {
             cache,
             waiting: VecDeque::new(),
             running: Vec::new(),
+            kept: AHashMap::new(),
             step_ends: None,
+            is_only_fetching: false,
             stats: EngineStats::default(),
         }
     }
@@ -190,6 +231,7 @@ impl Engine {
             return Err(new);
         }
         self.waiting.push_back(Sequence::new(new));
+        self.cut_idle_step();
         Ok(())
     }
 
@@ -231,9 +273,22 @@ impl Engine {
         self.step_ends
     }
 
-    /// Forgets every block that no running sequence pins. False, and nothing done, while any is pinned (as vLLM does).
+    /// Lets a kept prompt's blocks go. False when there is none of that number.
+    pub fn release_kept(&mut self, number: u64) -> bool {
+        let Some(kept) = self.kept.remove(&number) else {
+            return false;
+        };
+        for hash in kept.pinned.iter().rev() {
+            self.cache.unpin(*hash);
+        }
+        self.cache.private -= kept.private_blocks;
+        self.cut_idle_step();
+        true
+    }
+
+    /// Forgets every cached block. False, and nothing done, while any is pinned (as vLLM does).
     pub fn reset_prefix_cache(&mut self) -> bool {
-        self.running.is_empty() && self.cache.clear()
+        self.running.is_empty() && self.kept.is_empty() && self.cache.clear()
     }
 
     /// Totals and state.
@@ -243,7 +298,15 @@ impl Engine {
             waiting: self.waiting.len() as u32,
             usage: f64::from(self.cache.in_use()) / f64::from(self.config.cache_blocks.max(1)),
             evicted_blocks: self.cache.evicted,
+            kept_blocks: self.kept.values().map(Kept::blocks).sum(),
             ..self.stats
+        }
+    }
+
+    /// A step that only waits for blocks holds nobody up: whatever has changed is looked at at once.
+    fn cut_idle_step(&mut self) {
+        if self.is_only_fetching {
+            self.step_ends = None;
         }
     }
 
@@ -256,32 +319,26 @@ impl Engine {
         let mut budget = self.config.chunk_tokens.max(1);
         let mut decoding = 0;
         for sequence in &mut self.running {
-            let left = sequence.left_to_prefill();
-            sequence.is_decoding = left == 0;
-            sequence.planned_tokens = left.min(budget);
-            budget -= sequence.planned_tokens;
+            sequence.plan(now, &mut budget);
             decoding += u32::from(sequence.is_decoding);
         }
         while budget > 0 && (self.running.len() as u32) < self.config.running_max {
-            let Some(mut sequence) = self.admit() else {
+            let Some(mut sequence) = self.admit(now) else {
                 break;
             };
-            sequence.planned_tokens = sequence.left_to_prefill().min(budget);
-            budget -= sequence.planned_tokens;
+            sequence.plan(now, &mut budget);
             self.running.push(sequence);
         }
-        if self.running.is_empty() {
-            return None;
-        }
         let prefilled = self.config.chunk_tokens.max(1) - budget;
+        self.is_only_fetching = prefilled == 0 && decoding == 0;
+        if self.is_only_fetching {
+            return self.running.iter().map(|s| s.fetched_at).min();
+        }
         Some(now + self.step_time(prefilled, decoding))
     }
 
     fn step_time(&self, prefill_tokens: u32, decoding: u32) -> Nanos {
-        let mut nanos = 0;
-        if self.config.prefill_tokens_per_s > 0.0 {
-            nanos += (f64::from(prefill_tokens) * 1e9 / self.config.prefill_tokens_per_s) as Nanos;
-        }
+        let mut nanos = duration_of(prefill_tokens, self.config.prefill_tokens_per_s);
         if decoding > 0 {
             let step = self.config.step_base + self.config.step_per_sequence * decoding;
             nanos += step.as_nanos() as Nanos;
@@ -290,7 +347,7 @@ impl Engine {
     }
 
     /// Takes the oldest waiting sequence in, if its blocks fit.
-    fn admit(&mut self) -> Option<Sequence> {
+    fn admit(&mut self, now: Nanos) -> Option<Sequence> {
         let front = self.waiting.front()?;
         let (prompt, is_remote) = (front.new.prompt_tokens, front.new.is_prompt_remote);
         // At least one token is always computed: its output is what the first answer token is sampled from.
@@ -308,14 +365,16 @@ impl Engine {
         let mut sequence = self.waiting.pop_front()?;
         sequence.pinned_blocks = matched;
         sequence.private_blocks = needed;
-        sequence.cached_tokens = if is_remote {
-            prompt - 1
-        } else {
-            matched * self.config.block_tokens
-        };
-        sequence.computed_tokens = sequence.cached_tokens;
+        let matched_tokens = matched * self.config.block_tokens;
+        sequence.cached_tokens = if is_remote { prompt } else { matched_tokens };
+        sequence.computed_tokens = sequence.cached_tokens.min(prompt - 1);
+        if is_remote {
+            let fetched = prompt - matched_tokens;
+            sequence.fetched_at = now + duration_of(fetched, self.config.transfer_tokens_per_s);
+            self.stats.fetched_tokens += u64::from(fetched);
+        }
         self.stats.queried_tokens += u64::from(prompt);
-        self.stats.cached_tokens += u64::from(matched * self.config.block_tokens);
+        self.stats.cached_tokens += u64::from(matched_tokens);
         Some(sequence)
     }
 
@@ -324,7 +383,10 @@ impl Engine {
         while at < self.running.len() {
             if self.finish_step_of(at, events) {
                 let sequence = self.running.remove(at);
-                self.release(sequence);
+                match sequence.new.kept_as {
+                    Some(number) => self.keep(number, sequence),
+                    None => self.release(sequence),
+                }
                 self.stats.finished += 1;
             } else {
                 at += 1;
@@ -338,6 +400,9 @@ impl Engine {
         let id = sequence.new.id;
         if sequence.is_decoding {
             sequence.computed_tokens += 1;
+        } else if sequence.planned_tokens == 0 {
+            // No part in this step: the budget was spent, or its blocks are on their way.
+            return false;
         } else {
             sequence.computed_tokens += std::mem::take(&mut sequence.planned_tokens);
         }
@@ -365,6 +430,25 @@ impl Engine {
         is_last
     }
 
+    /// Ends a sequence but for the blocks of its prompt.
+    fn keep(&mut self, number: u64, sequence: Sequence) {
+        let blocks = sequence
+            .new
+            .prompt_tokens
+            .div_ceil(self.config.block_tokens);
+        let pinned = sequence.pinned_blocks.min(blocks);
+        let kept = Kept {
+            pinned: sequence.new.blocks[..pinned as usize].to_vec(),
+            private_blocks: blocks - pinned,
+        };
+        for hash in &kept.pinned {
+            self.cache.pin(*hash);
+        }
+        self.cache.private += kept.private_blocks;
+        self.release(sequence);
+        self.kept.insert(number, kept);
+    }
+
     fn release(&mut self, sequence: Sequence) {
         // Tail first, so that the part of the chain others may share is evicted last.
         for hash in sequence.new.blocks[..sequence.pinned_blocks as usize]
@@ -374,6 +458,15 @@ impl Engine {
             self.cache.unpin(*hash);
         }
         self.cache.private -= sequence.private_blocks;
+    }
+}
+
+/// The time that many tokens take at a rate; a rate of 0 takes none.
+fn duration_of(tokens: u32, tokens_per_s: f64) -> Nanos {
+    if tokens_per_s > 0.0 {
+        (f64::from(tokens) * 1e9 / tokens_per_s) as Nanos
+    } else {
+        0
     }
 }
 
@@ -401,7 +494,7 @@ struct BlockCache {
     blocks: AHashMap<u64, Block>,
     /// Blocks that nothing pins, longest idle first.
     idle: BTreeMap<u64, u64>,
-    /// Blocks held by running sequences and not cached (partly filled, or not computed yet).
+    /// Blocks held by running sequences and kept prompts and not cached (partly filled, or not computed yet).
     private: u32,
     tick: u64,
     evicted: u64,
@@ -511,6 +604,7 @@ mod tests {
             block_tokens: 16,
             cache_blocks: 1000,
             prefill_tokens_per_s: 1000.0,
+            transfer_tokens_per_s: 64_000.0,
             chunk_tokens: 64,
             step_base: Duration::from_millis(10),
             step_per_sequence: Duration::from_millis(1),
@@ -536,6 +630,7 @@ mod tests {
             prompt_tokens,
             output_tokens,
             is_prompt_remote: false,
+            kept_as: None,
         }
     }
 
@@ -570,9 +665,15 @@ mod tests {
                 *pins.entry(*hash).or_default() += 1;
             }
         }
+        for kept in engine.kept.values() {
+            private += kept.private_blocks;
+            for hash in &kept.pinned {
+                *pins.entry(*hash).or_default() += 1;
+            }
+        }
         assert_eq!(
             private, cache.private,
-            "E1: private blocks are those of running sequences"
+            "E1: private blocks are those of running sequences and kept prompts"
         );
         for (hash, block) in &cache.blocks {
             assert_eq!(
@@ -835,19 +936,88 @@ mod tests {
     }
 
     #[test]
-    fn a_remote_prompt_costs_one_token() {
+    fn a_remote_prompt_costs_its_transfer_and_one_token() {
         let mut engine = Engine::new(config());
-        let mut remote = sequence(1, 1, 640, 0);
-        remote.is_prompt_remote = true;
-        engine.submit(remote).unwrap();
-        let (events, end) = run(&mut engine, 0);
-        assert_eq!(end, MS);
-        assert_eq!(cached_tokens(&events, 1), 639);
+        let remote = |id, prompt_tokens| NewSequence {
+            is_prompt_remote: true,
+            ..sequence(id, 1, prompt_tokens, 0)
+        };
+        engine.submit(remote(1, 640)).unwrap();
+        let (events, now) = run(&mut engine, 0);
+        assert_eq!(now, 10 * MS + MS, "640 tokens at 64 a ms, then one of 1 ms");
+        assert_eq!(cached_tokens(&events, 1), 640, "vLLM reports all of it");
+        let stats = engine.stats();
         assert_eq!(
-            engine.stats().cached_tokens,
-            0,
+            (stats.cached_tokens, stats.fetched_tokens),
+            (0, 640),
             "no hit of this engine's own cache"
         );
+        // The next turn: what is here already is not fetched again.
+        engine.submit(remote(2, 704)).unwrap();
+        let (_, end) = run(&mut engine, now);
+        assert_eq!(end - now, MS + MS);
+        assert_eq!(engine.stats().fetched_tokens, 704);
+    }
+
+    #[test]
+    fn a_transfer_holds_nobody_up() {
+        let mut engine = Engine::new(config());
+        let mut remote = sequence(1, 1, 6400, 1);
+        remote.is_prompt_remote = true;
+        engine.submit(remote).unwrap();
+        let mut events = Vec::new();
+        engine.advance(0, &mut events);
+        assert_eq!(engine.next_wake(), Some(100 * MS));
+        engine.advance(5 * MS, &mut events);
+        engine.submit(sequence(2, 2, 8, 3)).unwrap();
+        let (events, end) = run(&mut engine, 5 * MS);
+        let last = Event::Token {
+            id: 2,
+            index: 2,
+            is_last: true,
+        };
+        assert_eq!(time_of(&events, last), (5 + 8 + 22) * MS);
+        assert_eq!(end, 101 * MS, "and the transfer takes what it takes");
+    }
+
+    #[test]
+    fn a_kept_prompt_holds_its_blocks_until_it_is_released() {
+        let mut engine = Engine::new(EngineConfig {
+            cache_blocks: 20,
+            ..config()
+        });
+        // 9 full blocks and a part of the tenth; the one token of the answer has its place in that.
+        let mut kept = sequence(1, 1, 150, 1);
+        kept.kept_as = Some(77);
+        engine.submit(kept).unwrap();
+        let (_, now) = run(&mut engine, 0);
+        let stats = engine.stats();
+        assert_eq!(
+            (stats.running, stats.kept_blocks, stats.usage),
+            (0, 10, 0.5)
+        );
+        assert!(!engine.reset_prefix_cache(), "the blocks are pinned");
+        // One that needs more than the rest waits, although nothing runs.
+        engine.submit(sequence(2, 2, 176, 0)).unwrap();
+        let (events, now) = run(&mut engine, now);
+        assert_eq!((events.len(), engine.stats().waiting), (0, 1));
+        assert!(engine.release_kept(77) && !engine.release_kept(77));
+        let (events, _) = run(&mut engine, now);
+        assert_eq!(events.len(), 1);
+        let stats = engine.stats();
+        assert_eq!((stats.kept_blocks, stats.usage), (0, 0.0));
+    }
+
+    #[test]
+    fn an_aborted_sequence_keeps_nothing() {
+        let mut engine = Engine::new(config());
+        let mut kept = sequence(1, 1, 150, 1);
+        kept.kept_as = Some(77);
+        engine.submit(kept).unwrap();
+        engine.advance(0, &mut Vec::new());
+        assert!(engine.abort(1));
+        check(&engine);
+        assert_eq!((engine.stats().kept_blocks, engine.stats().usage), (0, 0.0));
     }
 
     #[test]
@@ -891,7 +1061,7 @@ mod tests {
             running_max: 4,
             ..config()
         });
-        let (mut now, mut ended, mut submitted, mut aborted) = (0, 0, 0, 0);
+        let (mut now, mut ended, mut submitted, mut aborted, mut kept_released) = (0, 0, 0, 0, 0);
         let mut events = Vec::new();
         for id in 0..3000 {
             now += dice.between(0, 40) * MS;
@@ -901,14 +1071,32 @@ mod tests {
             let mut new = sequence(id, 100 + id, prompt, output);
             let shared = dice.between(0, 12) as u32;
             new.blocks = chain(dice.between(1, 3), 100 + id, shared, (prompt + output) / 16);
+            new.is_prompt_remote = dice.roll().is_multiple_of(4);
+            new.kept_as = (dice.roll().is_multiple_of(6)).then_some(id);
             submitted += u64::from(engine.submit(new).is_ok());
             if dice.roll().is_multiple_of(3) {
                 aborted += u64::from(engine.abort(id - dice.between(0, id.min(5))));
             }
             engine.advance(now, &mut events);
+            // The last that were kept are let go in another order than they came.
+            let released = id.saturating_sub(dice.between(0, 20));
+            kept_released += u64::from(engine.release_kept(released));
+            if id % 8 == 0 {
+                (0..id).for_each(|id| kept_released += u64::from(engine.release_kept(id)));
+            }
             check(&engine);
         }
-        events.extend(run(&mut engine, now).0.into_iter().map(|(_, event)| event));
+        loop {
+            let (timed, later) = run(&mut engine, now);
+            events.extend(timed.into_iter().map(|(_, event)| event));
+            now = later;
+            // What is still kept may be what the rest waits for.
+            let released = (0..3000).filter(|id| engine.release_kept(*id)).count() as u64;
+            kept_released += released;
+            if released == 0 {
+                break;
+            }
+        }
         let mut prefilled = AHashMap::new();
         for event in events {
             match event {
@@ -931,8 +1119,8 @@ mod tests {
         }
         let stats = engine.stats();
         assert!(
-            ended > 500 && stats.evicted_blocks > 500 && aborted > 500,
-            "the traffic reached what it is for"
+            ended > 500 && stats.evicted_blocks > 500 && aborted > 500 && kept_released > 300,
+            "the traffic reached what it is for: {ended} ended, {aborted} aborted, {kept_released} released, {stats:?}"
         );
         assert_eq!(stats.finished + stats.aborted, submitted);
         assert_eq!(stats.aborted, aborted);

@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::{FleetArgs, SpeedArgs, start_fleet};
+use super::{FleetArgs, Pools, Role, SpeedArgs, start_fleet};
 
 /// Threads of a fleet at most: it is not meant to be the bottleneck, nor to take the machine.
 const THREADS_MAX: usize = 4;
@@ -33,6 +33,12 @@ pub struct MockWorkerArgs {
     /// Workers, each with an engine of its own, on consecutive ports
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub workers: u16,
+    /// What they are in prefill/decode disaggregation; `regular` serves whole requests and checks only what it is asked
+    #[arg(long, value_enum, value_name = "ROLE", default_value_t)]
+    pub role: Role,
+    /// Prefill and decode workers, like 4x6, on consecutive ports, prefill first
+    #[arg(long, value_name = "PxD", conflicts_with_all = ["workers", "role"])]
+    pub pd: Option<Pools>,
     /// How fast the engines are.
     #[command(flatten)]
     pub speed: SpeedArgs,
@@ -43,7 +49,10 @@ impl MockWorkerArgs {
         FleetArgs {
             host: self.host,
             port: self.port,
-            workers: self.workers,
+            roles: match self.pd {
+                Some(pools) => pools.roles(),
+                None => vec![self.role; self.workers.into()],
+            },
             model: self.model.clone(),
             speed: self.speed.clone(),
             threads: std::thread::available_parallelism().map_or(1, |n| n.get().min(THREADS_MAX)),

@@ -3,7 +3,8 @@
 //! No GPU and no other program. The workers (`server`, around the pure `engine`) run on a tokio runtime of their own, the
 //! load (`load`) on a thread of its own, the view (`view`) on the caller's; the router between them is the real one and
 //! knows nothing of this: it is reached by its address and watched through [`Probe`]. `corelane mock-worker`
-//! (`mock_worker`) is the same worker alone, for other people's tests.
+//! (`mock_worker`) is the same worker alone, for other people's tests. With `--pd` the fleet is one of prefill and decode
+//! workers that check what the router carries between them (`handover`).
 //!
 //! What can fail: a port that is taken, threads that cannot be started; both are the caller's to report.
 
@@ -20,13 +21,16 @@ use tokio::runtime::Runtime;
 mod api;
 mod board;
 mod engine;
+mod handover;
 mod load;
 mod mock_worker;
+mod remote;
 mod server;
 mod show;
 mod view;
 mod words;
 
+pub use handover::{HandoverCounts, Role, Violation};
 pub use mock_worker::MockWorkerArgs;
 pub use show::{Summary, show};
 
@@ -108,6 +112,61 @@ pub struct SpeedArgs {
     /// Longest prompt and answer together, in tokens (at most what the KV cache holds)
     #[arg(long, value_name = "TOKENS", default_value_t = 32_768, value_parser = clap::value_parser!(u32).range(2..))]
     pub max_model_len: u32,
+    /// P/D: tokens a second whose KV blocks a decode worker fetches, for each request; `instant` takes no time
+    #[arg(long, value_name = "TOKENS/S", default_value = "200000", value_parser = rate)]
+    pub transfer_tps: f64,
+    /// P/D: seconds that a prefill worker keeps a prompt's KV blocks for a decode worker
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = lease)]
+    pub kv_lease: f64,
+}
+
+/// Longest lease, in seconds: a day.
+const LEASE_S_MAX: f64 = 86_400.0;
+
+fn lease(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if seconds > 0.0 && seconds <= LEASE_S_MAX => Ok(seconds),
+        _ => Err(format!("more than 0 and at most {LEASE_S_MAX} seconds")),
+    }
+}
+
+/// How many workers of each kind a disaggregated fleet has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pools {
+    /// Prefill workers, 1 to 64.
+    pub prefill: u16,
+    /// Decode workers, 1 to 64.
+    pub decode: u16,
+}
+
+/// Workers of one pool at most.
+const POOL_MAX: u16 = 64;
+
+impl Pools {
+    /// A role for each worker, prefill first.
+    pub fn roles(self) -> Vec<Role> {
+        let mut roles = vec![Role::Prefill; self.prefill.into()];
+        roles.resize((self.prefill + self.decode).into(), Role::Decode);
+        roles
+    }
+}
+
+impl std::str::FromStr for Pools {
+    type Err = String;
+
+    /// `4x6`: four prefill workers, six decode workers.
+    fn from_str(text: &str) -> Result<Pools, String> {
+        let count = |digits: &str| digits.parse().ok().filter(|n| (1..=POOL_MAX).contains(n));
+        let pools = text
+            .split_once('x')
+            .and_then(|(p, d)| Some((count(p)?, count(d)?)));
+        match pools {
+            Some((prefill, decode)) => Ok(Pools { prefill, decode }),
+            None => Err(format!(
+                "prefill x decode workers, each 1 to {POOL_MAX}, like 4x6"
+            )),
+        }
+    }
 }
 
 /// A number that is not negative, or `instant`, which is 0.
@@ -134,7 +193,13 @@ impl SpeedArgs {
             block_size: 16,
             num_gpu_blocks: 8192,
             max_model_len: 32_768,
+            transfer_tps: 0.0,
+            kv_lease: 30.0,
         }
+    }
+
+    fn lease(&self) -> Duration {
+        Duration::from_secs_f64(self.kv_lease)
     }
 
     fn engine(&self) -> engine::EngineConfig {
@@ -143,6 +208,7 @@ impl SpeedArgs {
             block_tokens: self.block_size,
             cache_blocks: self.num_gpu_blocks,
             prefill_tokens_per_s: self.prefill_tps,
+            transfer_tokens_per_s: self.transfer_tps,
             chunk_tokens: self.max_num_batched_tokens,
             step_base: step(self.itl),
             step_per_sequence: step(self.itl_per_seq.unwrap_or(self.itl / 30.0)),
@@ -157,6 +223,9 @@ pub struct DemoArgs {
     /// Simulated workers
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub workers: u16,
+    /// Prefill and decode workers instead, like 4x6 (1 to 64 of each), behind a disaggregating router
+    #[arg(long, value_name = "PxD", conflicts_with = "workers")]
+    pub pd: Option<Pools>,
     /// Drive a small agentic load: that many conversations at once [32 without a number]
     #[arg(long, value_name = "ROLLOUTS", num_args = 0..=1, default_missing_value = "32")]
     pub load: Option<u32>,
@@ -183,7 +252,10 @@ impl DemoArgs {
         FleetArgs {
             host: Ipv4Addr::LOCALHOST.into(),
             port: 0,
-            workers: self.workers,
+            roles: match self.pd {
+                Some(pools) => pools.roles(),
+                None => vec![Role::Regular; self.workers.into()],
+            },
             model: self.model.clone(),
             speed: self.speed.clone(),
             threads: 1,
@@ -212,7 +284,25 @@ impl DemoArgs {
     }
 }
 
-/// The whole demo: starts the fleet, has `start_router` start the router (given the workers' URLs and the port), shows it all,
+/// The router flags that name these workers: `--worker-urls URL ...`, or for a fleet of prefill and decode workers
+/// `--vllm-pd-disaggregation --prefill URL ... --decode URL ...`.
+pub fn router_flags(workers: &[SimAddress]) -> Vec<String> {
+    let is_pd = workers.iter().any(|worker| worker.role != Role::Regular);
+    if !is_pd {
+        let urls = workers.iter().map(|worker| worker.url.clone());
+        return std::iter::once("--worker-urls".to_owned())
+            .chain(urls)
+            .collect();
+    }
+    let named = workers
+        .iter()
+        .flat_map(|worker| [format!("--{}", worker.role.label()), worker.url.clone()]);
+    std::iter::once("--vllm-pd-disaggregation".to_owned())
+        .chain(named)
+        .collect()
+}
+
+/// The whole demo: starts the fleet, has `start_router` start the router (given the workers and the port), shows it all,
 /// and ends everything: the load first, then the router by the drop of its probe, then the fleet.
 ///
 /// # Errors
@@ -220,11 +310,11 @@ impl DemoArgs {
 pub fn run<P: Probe>(
     args: &DemoArgs,
     interrupted: &AtomicBool,
-    start_router: impl FnOnce(Vec<String>, u16) -> io::Result<(SocketAddr, P)>,
+    start_router: impl FnOnce(&[SimAddress], u16) -> io::Result<(SocketAddr, P)>,
 ) -> io::Result<Summary> {
     let port = args.free_port()?;
     let fleet = start_fleet(&args.fleet())?;
-    let (address, probe) = start_router(fleet.urls(), port)?;
+    let (address, probe) = start_router(&fleet.addresses(), port)?;
     let summary = show(args, address, &fleet, &probe, interrupted);
     drop(probe);
     fleet.stop();
@@ -238,14 +328,23 @@ pub struct FleetArgs {
     pub host: IpAddr,
     /// Port of the first one, the others follow; 0: each has whatever is free.
     pub port: u16,
-    /// How many.
-    pub workers: u16,
+    /// One for each worker.
+    pub roles: Vec<Role>,
     /// The model they all serve.
     pub model: String,
     /// How fast and how large each is.
     pub speed: SpeedArgs,
     /// Threads of their runtime.
     pub threads: usize,
+}
+
+/// One simulated worker, as a router must know it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SimAddress {
+    /// `http://host:port`
+    pub url: String,
+    /// What it does for others.
+    pub role: Role,
 }
 
 /// One simulated engine's totals since the start, and its state now.
@@ -269,6 +368,12 @@ pub struct SimStats {
     pub finished: u64,
     /// Sequences whose client left.
     pub aborted: u64,
+    /// What it does for others.
+    pub role: Role,
+    /// KV blocks pinned for hand-overs.
+    pub pinned_blocks: u32,
+    /// Its part in P/D.
+    pub handovers: HandoverCounts,
 }
 
 /// A running fleet. Dropping it ends it.
@@ -283,6 +388,17 @@ impl SimFleet {
     /// `http://host:port` of each worker, in order.
     pub fn urls(&self) -> Vec<String> {
         self.workers.iter().map(|(url, _)| url.clone()).collect()
+    }
+
+    /// The same with the roles.
+    pub fn addresses(&self) -> Vec<SimAddress> {
+        let workers = self.workers.iter();
+        workers
+            .map(|(url, worker)| SimAddress {
+                url: url.clone(),
+                role: worker.role(),
+            })
+            .collect()
     }
 
     /// Each engine's totals, in the order of [`SimFleet::urls`].
@@ -326,6 +442,9 @@ fn sim_stats(url: &str, worker: &server::Worker) -> SimStats {
         output_tokens: engine.output_tokens,
         finished: engine.finished,
         aborted: engine.aborted,
+        role: worker.role(),
+        pinned_blocks: engine.kept_blocks,
+        handovers: worker.handovers(),
     }
 }
 
@@ -343,9 +462,14 @@ pub fn start_fleet(args: &FleetArgs) -> io::Result<SimFleet> {
     let mut workers = Vec::new();
     {
         let _inside = runtime.enter();
-        for nth in 0..args.workers {
-            let (url, worker) = start_worker(args, nth)?;
-            workers.push((url, worker));
+        let book = Arc::default();
+        for (nth, role) in (0..).zip(&args.roles) {
+            let part = server::Part {
+                role: *role,
+                book: Arc::clone(&book),
+                lease: args.speed.lease(),
+            };
+            workers.push(start_worker(args, nth, part)?);
         }
     }
     Ok(SimFleet {
@@ -354,7 +478,11 @@ pub fn start_fleet(args: &FleetArgs) -> io::Result<SimFleet> {
     })
 }
 
-fn start_worker(args: &FleetArgs, nth: u16) -> io::Result<(String, Arc<server::Worker>)> {
+fn start_worker(
+    args: &FleetArgs,
+    nth: u16,
+    part: server::Part,
+) -> io::Result<(String, Arc<server::Worker>)> {
     let port = match args.port {
         0 => 0,
         first => first
@@ -380,13 +508,9 @@ fn start_worker(args: &FleetArgs, nth: u16) -> io::Result<(String, Arc<server::W
         max_model_len: args.speed.max_model_len.min(room),
         block_tokens: config.block_tokens,
         output_tokens: args.speed.output_tokens,
-        engine_id: format!("corelane-mock-{nth}"),
-        address,
     };
-    Ok((
-        format!("http://{address}"),
-        server::Worker::start(listener, served, config),
-    ))
+    let worker = server::Worker::start(listener, served, config, part)?;
+    Ok((format!("http://{address}"), worker))
 }
 
 #[cfg(test)]
@@ -419,14 +543,22 @@ mod tests {
         );
         assert_eq!(args(&["--load"]).unwrap().load, Some(32));
         assert_eq!(args(&["--load", "5", "--plain"]).unwrap().load, Some(5));
-        let instant = args(&["--itl", "instant", "--prefill-tps", "instant"])
-            .unwrap()
-            .speed
-            .engine();
+        let instant = args(&[
+            "--itl",
+            "instant",
+            "--prefill-tps",
+            "instant",
+            "--transfer-tps",
+            "instant",
+        ])
+        .unwrap()
+        .speed
+        .engine();
         assert!(instant.step_base.is_zero() && instant.step_per_sequence.is_zero());
         assert_eq!(SpeedArgs::instant().engine(), instant);
         assert_eq!(instant.prefill_tokens_per_s, 0.0);
         for wrong in [
+            ["--kv-lease", "0"],
             ["--itl", "-1"],
             ["--itl", "NaN"],
             ["--workers", "0"],
@@ -434,6 +566,39 @@ mod tests {
         ] {
             assert!(args(&wrong).is_err(), "{wrong:?}");
         }
+    }
+
+    #[test]
+    fn pools_are_two_numbers_and_give_the_routers_flags() {
+        let pd = args(&["--pd", "2x1"]).unwrap();
+        assert_eq!(
+            pd.fleet().roles,
+            [Role::Prefill, Role::Prefill, Role::Decode]
+        );
+        assert_eq!(args(&["--pd", "64x64"]).unwrap().fleet().roles.len(), 128);
+        for wrong in [
+            "", "4", "x", "4x", "x6", "0x1", "1x0", "65x1", "1x65", "4x6x2", "4 x 6",
+        ] {
+            let error = args(&["--pd", wrong]).unwrap_err().to_string();
+            assert!(error.contains("like 4x6"), "{wrong}: {error}");
+        }
+        assert!(args(&["--pd", "1x1", "--workers", "2"]).is_err());
+        let flags = |roles: &[Role]| {
+            let address = |(nth, role): (usize, &Role)| SimAddress {
+                url: format!("http://h:{nth}"),
+                role: *role,
+            };
+            let workers: Vec<_> = roles.iter().enumerate().map(address).collect();
+            router_flags(&workers).join(" ")
+        };
+        assert_eq!(
+            flags(&pd.fleet().roles),
+            "--vllm-pd-disaggregation --prefill http://h:0 --prefill http://h:1 --decode http://h:2"
+        );
+        assert_eq!(
+            flags(&[Role::Regular; 2]),
+            "--worker-urls http://h:0 http://h:1"
+        );
     }
 
     #[test]

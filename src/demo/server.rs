@@ -2,8 +2,11 @@
 //!
 //! Runs on the fleet's own tokio threads, never on a core of the router. One task owns the engine and steps it by the
 //! clock; handlers send it commands and receive what each step brings. A handler that is dropped (its client has gone)
-//! takes its sequences out of the engine by the drop of its [`Ticket`]. Errors are vLLM's, see `api`.
+//! takes its sequences out of the engine by the drop of its [`Ticket`]. Errors are vLLM's, see `api`. In P/D the engine's
+//! task also keeps the leases of what the worker has handed over; who may fetch it is decided by the fleet's `handover`
+//! book, or, for a worker of another process, by `remote`.
 
+use std::collections::VecDeque;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,6 +30,8 @@ use tokio::sync::oneshot;
 use super::api::{self, Answer, ApiError, Dialect, EventWriter, Served};
 use super::board::Board;
 use super::engine::{Engine, EngineConfig, Event, Nanos, NewSequence};
+use super::handover::{Book, Claim, HandoverCounts, Role, Seat, Violation};
+use super::remote;
 
 /// vLLM's version that this worker claims in `/version`.
 const VERSION: &str = "0.11.0+corelane.mock";
@@ -42,9 +47,25 @@ enum Command {
         choice: u32,
         is_cut: bool,
         to: UnboundedSender<Delta>,
+        /// What its prompt is fetched by; it ends with the fetch.
+        claim: Option<Claim>,
     },
     Abort(u64),
+    /// A hand-over has been fetched.
+    Release(u64),
     Reset(oneshot::Sender<bool>),
+    Restart(oneshot::Sender<()>),
+}
+
+/// A worker's part in P/D.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// What it does for others.
+    pub role: Role,
+    /// The fleet's hand-overs.
+    pub book: Arc<Book>,
+    /// How long it keeps blocks for a decode worker.
+    pub lease: Duration,
 }
 
 /// One worker, shared by its handlers.
@@ -54,6 +75,8 @@ pub struct Worker {
     cache_blocks: u32,
     engine: UnboundedSender<Command>,
     board: Arc<Mutex<Board>>,
+    part: Part,
+    seat: Seat,
     next_id: AtomicU64,
     in_flight: AtomicU32,
     started_s: u64,
@@ -61,19 +84,36 @@ pub struct Worker {
 
 impl Worker {
     /// Starts the engine's task and the listener's on the runtime this is called in. They end with that runtime.
-    pub fn start(listener: TcpListener, served: Served, config: EngineConfig) -> Arc<Worker> {
+    ///
+    /// # Errors
+    /// When the listener does not know its address.
+    pub fn start(
+        listener: TcpListener,
+        served: Served,
+        config: EngineConfig,
+        part: Part,
+    ) -> std::io::Result<Arc<Worker>> {
         let (engine, commands) = mpsc::unbounded_channel();
         let board = Arc::new(Mutex::new(Board::default()));
+        let to_engine = engine.clone();
+        let release = Box::new(move |number| {
+            // A closed channel means that the fleet is stopping, and the blocks with it.
+            let _ = to_engine.send(Command::Release(number));
+        });
+        let seat = part.book.seat(listener.local_addr()?, release);
+        let driver = Driver::new(config.clone(), board.clone(), &part, seat);
         let worker = Arc::new(Worker {
             served,
             cache_blocks: config.cache_blocks,
             engine,
-            board: board.clone(),
+            board,
+            part,
+            seat,
             next_id: AtomicU64::new(1),
             in_flight: AtomicU32::new(0),
             started_s: unix_seconds(),
         });
-        tokio::spawn(Driver::new(config, board).run(commands));
+        tokio::spawn(driver.run(commands));
         let router = router(worker.clone());
         tokio::spawn(async move {
             use axum::serve::ListenerExt;
@@ -87,7 +127,7 @@ impl Worker {
                 tracing::error!(%error, "a simulated worker stopped serving");
             }
         });
-        worker
+        Ok(worker)
     }
 
     /// The totals now.
@@ -95,13 +135,79 @@ impl Worker {
         lock(&self.board).clone()
     }
 
+    /// The totals of P/D now.
+    pub fn handovers(&self) -> HandoverCounts {
+        self.part.book.counts(self.seat)
+    }
+
+    /// What it does for others.
+    pub fn role(&self) -> Role {
+        self.part.role
+    }
+
     fn fresh_id(&self) -> u64 {
         // ORDERING: Relaxed; only uniqueness is asked of it, it publishes nothing.
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
+    /// Does what the request says about P/D, and counts what is wrong with it. Gives the claim of a prompt that another
+    /// worker of this process holds.
+    async fn agree(&self, answer: &mut Answer) -> Option<Claim> {
+        let (is_asked, is_brought) = (answer.leg.asks_for_handover(), answer.leg.brings_handover());
+        let (hands_over, takes_over) = match self.part.role {
+            Role::Regular => (is_asked, is_brought),
+            Role::Prefill => (is_asked, false),
+            Role::Decode => (false, true),
+        };
+        if self.part.role == Role::Prefill {
+            for kind in answer.leg.prefill_violations() {
+                self.count_violation(kind);
+            }
+        }
+        let claim = if takes_over {
+            self.take_over(answer).await
+        } else {
+            None
+        };
+        if hands_over {
+            let blocks = answer.handover_blocks(&self.served);
+            let book = &self.part.book;
+            let (number, params) = book.register(self.seat, answer.prompt_hash, blocks);
+            answer.hand_over(number, params);
+        }
+        claim
+    }
+
+    async fn take_over(&self, answer: &mut Answer) -> Option<Claim> {
+        let (params, prompt) = (&answer.leg.params, answer.prompt_hash);
+        let claimed = match self.part.book.claim(params, prompt, Instant::now()) {
+            Err(Violation::UnknownEngine) => remote::claim(params, prompt).await.map(|()| None),
+            claimed => claimed.map(Some),
+        };
+        match claimed {
+            Ok(claim) => {
+                self.part.book.count_claimed(self.seat);
+                answer.take_over();
+                claim
+            }
+            Err(kind) => {
+                self.count_violation(kind);
+                None
+            }
+        }
+    }
+
+    fn count_violation(&self, kind: Violation) {
+        tracing::debug!(kind = kind.label(), "a breach of the P/D protocol");
+        self.part.book.count_violation(self.seat, kind);
+    }
+
     /// Hands an answer's sequences to the engine.
-    fn submit(self: &Arc<Worker>, answer: &mut Answer) -> (Ticket, UnboundedReceiver<Delta>) {
+    fn submit(
+        self: &Arc<Worker>,
+        answer: &mut Answer,
+        mut claim: Option<Claim>,
+    ) -> (Ticket, UnboundedReceiver<Delta>) {
         let (to, deltas) = mpsc::unbounded_channel();
         let mut ids = Vec::with_capacity(answer.choices.len());
         for (nth, choice) in answer.choices.iter_mut().enumerate() {
@@ -120,6 +226,7 @@ impl Worker {
                 choice: nth as u32,
                 is_cut,
                 to: to.clone(),
+                claim: claim.take(),
             });
         }
         // ORDERING: Relaxed; a gauge, it publishes nothing.
@@ -170,23 +277,37 @@ struct Client {
     choice: u32,
     is_cut: bool,
     submitted_at: Nanos,
+    claim: Option<Claim>,
+    /// Number of the hand-over that its prompt becomes.
+    kept_as: Option<u64>,
 }
 
 /// Owns the engine and steps it by the clock.
 struct Driver {
+    config: EngineConfig,
     engine: Engine,
     clients: AHashMap<u64, Client>,
     board: Arc<Mutex<Board>>,
+    book: Arc<Book>,
+    seat: Seat,
+    lease: Duration,
+    /// When which hand-over's lease ends, soonest first: all leases are equally long.
+    leases: VecDeque<(Nanos, u64)>,
     epoch: Instant,
     events: Vec<Event>,
 }
 
 impl Driver {
-    fn new(config: EngineConfig, board: Arc<Mutex<Board>>) -> Driver {
+    fn new(config: EngineConfig, board: Arc<Mutex<Board>>, part: &Part, seat: Seat) -> Driver {
         Driver {
-            engine: Engine::new(config),
+            engine: Engine::new(config.clone()),
+            config,
             clients: AHashMap::new(),
             board,
+            book: part.book.clone(),
+            seat,
+            lease: part.lease,
+            leases: VecDeque::new(),
             epoch: Instant::now(),
             events: Vec::new(),
         }
@@ -198,7 +319,8 @@ impl Driver {
 
     async fn run(mut self, mut commands: UnboundedReceiver<Command>) {
         loop {
-            let wake = self.engine.next_wake();
+            let lease_ends = self.leases.front().map(|(at, _)| *at);
+            let wake = self.engine.next_wake().into_iter().chain(lease_ends).min();
             let command = match wake {
                 None => commands.recv().await,
                 Some(at) if at <= self.now() => {
@@ -225,6 +347,7 @@ impl Driver {
     /// What is due, then all commands that wait, then what they make due; then tells everybody.
     fn turn(&mut self, first: Option<Command>, commands: &mut UnboundedReceiver<Command>) {
         let now = self.now();
+        self.end_leases(now);
         self.engine.advance(now, &mut self.events);
         let mut next = first.or_else(|| commands.try_recv().ok());
         while let Some(command) = next {
@@ -242,26 +365,39 @@ impl Driver {
                 choice,
                 is_cut,
                 to,
+                claim,
             } => {
-                let id = sequence.id;
+                let (id, kept_as) = (sequence.id, sequence.kept_as);
+                let client = Client {
+                    to,
+                    choice,
+                    is_cut,
+                    submitted_at: now,
+                    claim,
+                    kept_as,
+                };
                 // The API refuses what is longer than the engine; dropping the sender ends the reply all the same.
                 if self.engine.submit(sequence).is_ok() {
-                    self.clients.insert(
-                        id,
-                        Client {
-                            to,
-                            choice,
-                            is_cut,
-                            submitted_at: now,
-                        },
-                    );
+                    self.clients.insert(id, client);
+                } else if let Some(number) = kept_as {
+                    self.book.withdraw(number);
                 }
             }
             Command::Abort(id) => {
                 if self.engine.abort(id) {
-                    self.clients.remove(&id);
+                    let client = self.clients.remove(&id);
+                    if let Some(number) = client.and_then(|client| client.kept_as) {
+                        self.book.withdraw(number);
+                    }
                     lock(&self.board).finished[2] += 1;
                 }
+            }
+            Command::Release(number) => {
+                self.engine.release_kept(number);
+            }
+            Command::Restart(reply) => {
+                self.restart();
+                let _ = reply.send(());
             }
             Command::Reset(reply) => {
                 let _ = reply.send(self.engine.reset_prefix_cache());
@@ -269,30 +405,66 @@ impl Driver {
         }
     }
 
-    fn deliver(&mut self, now: Nanos) {
-        let mut board = lock(&self.board);
-        for event in self.events.drain(..) {
-            let (id, is_first, is_last) = match event {
-                Event::Prefilled { id, is_last, .. } => (id, true, is_last),
-                Event::Token { id, is_last, .. } => (id, false, is_last),
-            };
-            let Some(client) = self.clients.get(&id) else {
-                continue;
-            };
-            let seconds =
-                Duration::from_nanos(now.saturating_sub(client.submitted_at)).as_secs_f64();
-            if is_first {
-                board.first_token.observe(seconds);
+    /// What crashes and comes back: cache, queue and hand-overs are gone, replies break off, the engine has another id.
+    fn restart(&mut self) {
+        self.book.restart(self.seat);
+        self.engine = Engine::new(self.config.clone());
+        self.clients.clear();
+        self.leases.clear();
+        self.events.clear();
+    }
+
+    fn end_leases(&mut self, now: Nanos) {
+        while let Some((end, number)) = self.leases.front().copied() {
+            if end > now {
+                return;
             }
-            // Without a receiver the ticket's abort is on its way; nothing to do here.
-            let _ = client.to.send((client.choice, event));
-            if is_last {
-                board.request.observe(seconds);
-                board.finished[usize::from(client.is_cut)] += 1;
-                self.clients.remove(&id);
+            self.leases.pop_front();
+            if self.book.expire(number) {
+                self.engine.release_kept(number);
             }
         }
+    }
+
+    fn deliver(&mut self, now: Nanos) {
+        let mut events = std::mem::take(&mut self.events);
+        let shared = self.board.clone();
+        let mut board = lock(&shared);
+        for event in events.drain(..) {
+            self.deliver_one(event, now, &mut board);
+        }
         board.engine = self.engine.stats();
+        self.events = events;
+    }
+
+    fn deliver_one(&mut self, event: Event, now: Nanos, board: &mut Board) {
+        let (id, is_first, is_last) = match event {
+            Event::Prefilled { id, is_last, .. } => (id, true, is_last),
+            Event::Token { id, is_last, .. } => (id, false, is_last),
+        };
+        let Some(client) = self.clients.get_mut(&id) else {
+            return;
+        };
+        let seconds = Duration::from_nanos(now.saturating_sub(client.submitted_at)).as_secs_f64();
+        if is_first {
+            board.first_token.observe(seconds);
+            // A fetched prompt is here by now: the prefill worker may let its blocks go.
+            client.claim = None;
+        }
+        if let Some(number) = client.kept_as.filter(|_| is_last) {
+            // Before the reply that tells of it: whoever reads that may claim it at once.
+            let end = now + self.lease.as_nanos() as Nanos;
+            self.book
+                .open(number, self.epoch + Duration::from_nanos(end));
+            self.leases.push_back((end, number));
+        }
+        // Without a receiver the ticket's abort is on its way; nothing to do here.
+        let _ = client.to.send((client.choice, event));
+        if is_last {
+            board.request.observe(seconds);
+            board.finished[usize::from(client.is_cut)] += 1;
+            self.clients.remove(&id);
+        }
     }
 }
 
@@ -310,6 +482,8 @@ fn router(worker: Arc<Worker>) -> Router {
         .route("/load", get(load))
         .route("/tokenize", post(tokenize))
         .route("/reset_prefix_cache", post(reset))
+        .route("/mock/restart", post(restart))
+        .route(remote::CLAIM_PATH, post(claim))
         .route("/v1/chat/completions", post(chat))
         .route("/v1/completions", post(completions))
         .route("/v1/responses", post(responses))
@@ -341,9 +515,9 @@ async fn models(State(worker): State<Arc<Worker>>) -> axum::Json<Value> {
 
 async fn metrics(State(worker): State<Arc<Worker>>) -> Response {
     let served = &worker.served;
-    let text = worker
-        .board()
-        .exposition(&served.model, served.block_tokens, worker.cache_blocks);
+    let board = worker.board();
+    let text = board.exposition(&served.model, served.block_tokens, worker.cache_blocks)
+        + &board.handover_exposition(&worker.handovers());
     (
         [(
             header::CONTENT_TYPE,
@@ -368,6 +542,28 @@ async fn reset(State(worker): State<Arc<Worker>>) -> Response {
         Ok(false) => plain_error(StatusCode::CONFLICT),
         Err(_) => plain_error(StatusCode::SERVICE_UNAVAILABLE),
     }
+}
+
+/// Not vLLM's: for tests of what happens to hand-overs when an engine dies.
+async fn restart(State(worker): State<Arc<Worker>>) -> Response {
+    let (reply, done) = oneshot::channel();
+    let _ = worker.engine.send(Command::Restart(reply));
+    match done.await {
+        Ok(()) => StatusCode::OK.into_response(),
+        Err(_) => plain_error(StatusCode::SERVICE_UNAVAILABLE),
+    }
+}
+
+/// Not vLLM's: a decode worker of another process wants what one of this process has handed over.
+async fn claim(State(worker): State<Arc<Worker>>, request: Request) -> Response {
+    let asked = match read_json(request).await {
+        Ok((_, body)) => serde_json::from_slice::<Value>(&body).unwrap_or_default(),
+        Err(error) => return refuse(&error),
+    };
+    let prompt = asked["prompt_hash"].as_u64().unwrap_or(0);
+    let book = &worker.part.book;
+    let claimed = book.claim(&asked["params"], prompt, Instant::now());
+    axum::Json(remote::verdict(claimed.map(drop))).into_response()
 }
 
 async fn tokenize(State(worker): State<Arc<Worker>>, request: Request) -> Response {
@@ -451,7 +647,12 @@ async fn generate(worker: Arc<Worker>, dialect: Dialect, request: Request) -> Re
         Err(error) => return refuse(&error),
     };
     drop(body);
-    let (ticket, deltas) = worker.submit(&mut answer);
+    let claim = if answer.is_generated() {
+        worker.agree(&mut answer).await
+    } else {
+        None
+    };
+    let (ticket, deltas) = worker.submit(&mut answer, claim);
     if answer.is_stream {
         stream(answer, ticket, deltas)
     } else {
@@ -547,11 +748,15 @@ mod tests {
     }
 
     fn fleet(speed: SpeedArgs) -> SimFleet {
+        fleet_of(&[Role::Regular], speed)
+    }
+
+    fn fleet_of(roles: &[Role], speed: SpeedArgs) -> SimFleet {
         let host = [127, 0, 0, 1].into();
         start_fleet(&FleetArgs {
             host,
             port: 0,
-            workers: 1,
+            roles: roles.to_vec(),
             model: "mock".into(),
             speed,
             threads: 1,
@@ -560,7 +765,11 @@ mod tests {
     }
 
     fn connect(fleet: &SimFleet) -> TcpStream {
-        let url = fleet.urls().remove(0);
+        connect_nth(fleet, 0)
+    }
+
+    fn connect_nth(fleet: &SimFleet, nth: usize) -> TcpStream {
+        let url = fleet.urls().remove(nth);
         TcpStream::connect(url.strip_prefix("http://").unwrap()).unwrap()
     }
 
@@ -618,7 +827,11 @@ mod tests {
     }
 
     fn ask(fleet: &SimFleet, method: &str, path: &str, body: &str) -> (u16, Value) {
-        let mut stream = connect(fleet);
+        ask_nth(fleet, 0, method, path, body)
+    }
+
+    fn ask_nth(fleet: &SimFleet, nth: usize, method: &str, path: &str, body: &str) -> (u16, Value) {
+        let mut stream = connect_nth(fleet, nth);
         send(&mut stream, method, path, "application/json", body);
         let (status, _, body) = receive(&mut stream);
         (
@@ -862,6 +1075,297 @@ mod tests {
         assert_eq!(fleet.stats()[0].finished, 0);
         let small = r#"{"messages":[{"role":"user","content":"hi"}],"max_tokens":2}"#;
         assert_eq!(ask(&fleet, "POST", "/v1/chat/completions", small).0, 200);
+    }
+
+    // ---- prefill and decode ----
+
+    const PREFILL: usize = 0;
+    const DECODE: usize = 1;
+    const CHAT: &str = "/v1/chat/completions";
+
+    fn pd_fleet(speed: SpeedArgs) -> SimFleet {
+        fleet_of(&[Role::Prefill, Role::Decode], speed)
+    }
+
+    /// 1000 bytes of text and the template's: 64 tokens a block's worth and more.
+    fn prompt(text: &str) -> Value {
+        json!({"messages": [{"role": "user", "content": text.repeat(1000 / text.len())}]})
+    }
+
+    fn with(body: &Value, fields: Value) -> String {
+        let mut body = body.clone();
+        let fields = fields.as_object().unwrap().clone();
+        body.as_object_mut().unwrap().extend(fields);
+        body.to_string()
+    }
+
+    fn asking() -> Value {
+        json!({"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
+            "remote_block_ids": null, "remote_host": null, "remote_port": null})
+    }
+
+    /// The prefill leg as a router must send it; gives the whole reply.
+    fn prefill(fleet: &SimFleet, prompt: &Value) -> Value {
+        let leg = json!({"max_tokens": 1, "min_tokens": 1, "stream": false, "kv_transfer_params": asking()});
+        let (status, reply) = ask_nth(fleet, PREFILL, "POST", CHAT, &with(prompt, leg));
+        assert_eq!(status, 200, "{reply}");
+        reply
+    }
+
+    fn decode(fleet: &SimFleet, prompt: &Value, params: &Value) -> Value {
+        let leg = json!({"max_tokens": 5, "kv_transfer_params": params});
+        let (status, reply) = ask_nth(fleet, DECODE, "POST", CHAT, &with(prompt, leg));
+        assert_eq!(status, 200, "{reply}");
+        reply
+    }
+
+    fn tokens(reply: &Value) -> (u64, u64) {
+        let usage = &reply["usage"];
+        let cached = &usage["prompt_tokens_details"]["cached_tokens"];
+        (
+            usage["prompt_tokens"].as_u64().unwrap(),
+            cached.as_u64().unwrap(),
+        )
+    }
+
+    fn violations(fleet: &SimFleet, nth: usize) -> Vec<(&'static str, u64)> {
+        let counts = fleet.stats()[nth].handovers;
+        counts.violations_by_kind().collect()
+    }
+
+    #[test]
+    fn a_prompt_goes_from_prefill_to_decode_and_its_blocks_are_freed() {
+        let fleet = pd_fleet(speed());
+        let ask = prompt("a");
+        let first = prefill(&fleet, &ask);
+        let (all, cached) = tokens(&first);
+        assert_eq!(cached, 0, "prefill reports what it had");
+        let params = &first["kv_transfer_params"];
+        let blocks = params["remote_block_ids"].as_array().unwrap().len();
+        assert_eq!(blocks as u64, all.div_ceil(16));
+        let stats = &fleet.stats()[PREFILL];
+        assert_eq!(stats.pinned_blocks as usize, blocks);
+        assert!((stats.usage - blocks as f64 / 1000.0).abs() < 1e-9);
+        assert_eq!(
+            ask_nth(&fleet, PREFILL, "POST", "/reset_prefix_cache", "").0,
+            409
+        );
+        let answer = decode(&fleet, &ask, params);
+        assert_eq!(tokens(&answer), (all, all), "decode reports all as cached");
+        assert_eq!(answer["kv_transfer_params"], Value::Null);
+        until(&fleet, "the blocks are free", |stats| {
+            stats.pinned_blocks == 0
+        });
+        let second = prefill(&fleet, &ask);
+        assert_eq!(tokens(&second).1, (all - 1) / 16 * 16, "and still cached");
+        let counts = fleet.stats()[PREFILL].handovers;
+        assert_eq!((counts.issued, counts.fetched, counts.open()), (2, 1, 1));
+        assert_eq!(fleet.stats()[DECODE].handovers.claimed, 1);
+        assert!(violations(&fleet, PREFILL).is_empty() && violations(&fleet, DECODE).is_empty());
+        assert_eq!(fleet.stats()[DECODE].cached_tokens, 0);
+    }
+
+    #[test]
+    fn every_breach_of_a_decode_leg_is_counted_and_its_prompt_recomputed() {
+        let fleet = pd_fleet(speed());
+        let ask = prompt("b");
+        let params = prefill(&fleet, &ask)["kv_transfer_params"].clone();
+        let mut expected = Vec::new();
+        let mut breach = |kind: &'static str, ask: &Value, params: &Value| {
+            ask_nth(&fleet, DECODE, "POST", "/reset_prefix_cache", "");
+            assert_eq!(
+                tokens(&decode(&fleet, ask, params)).1,
+                0,
+                "{kind}: recomputed"
+            );
+            expected.push((kind, 1));
+            let mut counted = violations(&fleet, DECODE);
+            counted.sort_unstable();
+            let mut wanted = expected.clone();
+            wanted.sort_unstable();
+            assert_eq!(counted, wanted);
+        };
+        breach("missing", &ask, &Value::Null);
+        breach("prompt_differs", &prompt("c"), &params);
+        let mut altered = params.clone();
+        altered["tp_size"] = json!(2);
+        breach("altered", &ask, &altered);
+        decode(&fleet, &ask, &params);
+        breach("reused", &ask, &params);
+        let old = prefill(&fleet, &ask)["kv_transfer_params"].clone();
+        assert_eq!(ask_nth(&fleet, PREFILL, "POST", "/mock/restart", "").0, 200);
+        assert_eq!(
+            tokens(&prefill(&fleet, &ask)).1,
+            0,
+            "a restart empties the cache"
+        );
+        breach("unknown_engine", &ask, &old);
+        let (_, page) = ask_nth(&fleet, DECODE, "GET", "/metrics", "");
+        let line = "mock_worker_pd_violations_total{kind=\"unknown_engine\"} 1\n";
+        assert!(page.as_str().unwrap().contains(line), "{page}");
+    }
+
+    #[test]
+    fn every_breach_of_a_prefill_leg_is_counted() {
+        let fleet = pd_fleet(speed());
+        let ask = prompt("d");
+        for (fields, kind) in [
+            (json!({"max_tokens": 1}), "prefill_params"),
+            (
+                json!({"max_tokens": 2, "kv_transfer_params": asking()}),
+                "prefill_max_tokens",
+            ),
+            (
+                json!({"max_tokens": 1, "stream": true, "kv_transfer_params": asking()}),
+                "prefill_stream",
+            ),
+        ] {
+            let before: u64 = fleet.stats()[PREFILL].handovers.violations_total();
+            assert_eq!(
+                ask_nth(&fleet, PREFILL, "POST", CHAT, &with(&ask, fields)).0,
+                200
+            );
+            let counted = violations(&fleet, PREFILL);
+            assert!(counted.contains(&(kind, 1)), "{kind} in {counted:?}");
+            let after = fleet.stats()[PREFILL].handovers.violations_total();
+            assert_eq!(after, before + 1, "{kind}");
+        }
+        for fields in [
+            json!({"max_tokens": 1, "min_tokens": 2, "kv_transfer_params": asking()}),
+            json!({"max_tokens": 1, "stream_options": {}, "kv_transfer_params": asking()}),
+        ] {
+            assert_eq!(
+                ask_nth(&fleet, PREFILL, "POST", CHAT, &with(&ask, fields)).0,
+                400
+            );
+        }
+        // The other limits' names, and the reply of the Responses API.
+        for (path, fields) in [
+            (CHAT, json!({"max_completion_tokens": 1, "max_tokens": 100})),
+            ("/v1/completions", json!({"prompt": "x", "max_tokens": 1})),
+            (
+                "/v1/responses",
+                json!({"input": "x", "max_output_tokens": 1}),
+            ),
+        ] {
+            let fields = with(&fields, json!({"kv_transfer_params": asking()}));
+            let leg = with(&ask, serde_json::from_str(&fields).unwrap());
+            let (status, reply) = ask_nth(&fleet, PREFILL, "POST", path, &leg);
+            assert_eq!(
+                (status, &reply["kv_transfer_params"]["tp_size"]),
+                (200, &json!(1))
+            );
+        }
+        assert_eq!(fleet.stats()[PREFILL].handovers.violations_total(), 3);
+    }
+
+    #[test]
+    fn a_handover_that_nobody_fetches_expires_and_frees_its_blocks() {
+        let fleet = pd_fleet(SpeedArgs {
+            kv_lease: 0.05,
+            ..speed()
+        });
+        let ask = prompt("e");
+        let params = prefill(&fleet, &ask)["kv_transfer_params"].clone();
+        until(&fleet, "the lease ends", |stats| {
+            stats.handovers.expired == 1
+        });
+        until(&fleet, "the blocks are free", |stats| {
+            stats.pinned_blocks == 0
+        });
+        decode(&fleet, &ask, &params);
+        assert_eq!(violations(&fleet, DECODE), [("expired", 1)]);
+        let (_, page) = ask_nth(&fleet, PREFILL, "GET", "/metrics", "");
+        let line = "mock_worker_pd_expired_handovers_total 1\n";
+        assert!(page.as_str().unwrap().contains(line), "{page}");
+    }
+
+    /// The room is for one prompt: the second is computed once the first has been fetched.
+    #[test]
+    fn pinned_blocks_keep_the_next_prompt_waiting() {
+        let fleet = pd_fleet(SpeedArgs {
+            num_gpu_blocks: 30,
+            ..speed()
+        });
+        let params = prefill(&fleet, &prompt("f"))["kv_transfer_params"].clone();
+        let mut second = connect_nth(&fleet, PREFILL);
+        let leg = json!({"max_tokens": 1, "kv_transfer_params": asking()});
+        let body = with(&prompt("g"), leg);
+        send(&mut second, "POST", CHAT, "application/json", &body);
+        until(&fleet, "it waits", |stats| stats.waiting == 1);
+        decode(&fleet, &prompt("f"), &params);
+        assert_eq!(receive(&mut second).0, 200);
+    }
+
+    /// A decode client that leaves while it waits for its place still frees the blocks of the prefill worker.
+    #[test]
+    fn a_claim_whose_client_leaves_frees_the_blocks() {
+        let fleet = pd_fleet(SpeedArgs {
+            itl: 1.0,
+            max_num_seqs: 1,
+            ..speed()
+        });
+        let ask = prompt("h");
+        let params = prefill(&fleet, &ask)["kv_transfer_params"].clone();
+        let mut running = connect_nth(&fleet, DECODE);
+        let long = json!({"max_tokens": 3000, "ignore_eos": true});
+        send(
+            &mut running,
+            "POST",
+            CHAT,
+            "application/json",
+            &with(&ask, long),
+        );
+        let mut leaving = connect_nth(&fleet, DECODE);
+        let leg = with(&ask, json!({"kv_transfer_params": params}));
+        let is_so = |is_so: &dyn Fn(&super::super::SimStats) -> bool| {
+            while !is_so(&fleet.stats()[DECODE]) {
+                std::thread::yield_now();
+            }
+        };
+        is_so(&|decode| decode.running == 1);
+        send(&mut leaving, "POST", CHAT, "application/json", &leg);
+        is_so(&|decode| decode.waiting == 1);
+        assert!(fleet.stats()[PREFILL].pinned_blocks > 0, "not yet fetched");
+        drop(leaving);
+        until(&fleet, "the blocks are free", |stats| {
+            stats.pinned_blocks == 0
+        });
+        assert_eq!(fleet.stats()[PREFILL].handovers.fetched, 1);
+    }
+
+    /// Two fleets have a book each, as two processes have.
+    #[test]
+    fn a_decode_worker_of_another_process_asks_the_one_that_is_named() {
+        let (issuer, taker) = (pd_fleet(speed()), pd_fleet(speed()));
+        let ask = prompt("i");
+        let params = prefill(&issuer, &ask)["kv_transfer_params"].clone();
+        let (all, cached) = tokens(&decode(&taker, &ask, &params));
+        assert_eq!(all, cached);
+        until(&issuer, "the blocks are free", |stats| {
+            stats.pinned_blocks == 0
+        });
+        assert_eq!(issuer.stats()[PREFILL].handovers.fetched, 1);
+        decode(&taker, &ask, &params);
+        assert_eq!(violations(&taker, DECODE), [("reused", 1)]);
+        let late = prefill(&issuer, &ask)["kv_transfer_params"].clone();
+        issuer.stop();
+        decode(&taker, &ask, &late);
+        let counted = violations(&taker, DECODE);
+        assert_eq!(counted, [("reused", 1), ("unknown_engine", 1)]);
+    }
+
+    #[test]
+    fn a_regular_worker_does_what_it_is_asked_and_demands_nothing() {
+        let fleet = fleet_of(&[Role::Regular, Role::Regular], speed());
+        let ask = prompt("j");
+        assert_eq!(ask_nth(&fleet, 0, "POST", CHAT, &ask.to_string()).0, 200);
+        let params = prefill(&fleet, &ask)["kv_transfer_params"].clone();
+        let (all, cached) = tokens(&decode(&fleet, &ask, &params));
+        assert_eq!(all, cached);
+        decode(&fleet, &ask, &params);
+        assert!(violations(&fleet, 0).is_empty());
+        assert_eq!(violations(&fleet, 1), [("reused", 1)]);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::load::{Load, LoadArgs};
 use super::view::{self, Banner, Figures, Sample, Screen};
-use super::{DemoArgs, Probe, SimFleet};
+use super::{DemoArgs, HandoverCounts, Probe, Role, SimFleet, SimStats};
 
 /// How often everything is sampled.
 const SAMPLE_EVERY: Duration = Duration::from_millis(500);
@@ -51,6 +51,40 @@ pub struct Summary {
     pub added_p99_us: f64,
     /// Decisions by reason; only reasons that have occurred.
     pub decisions: Vec<(&'static str, u64)>,
+    /// Of a fleet of prefill and decode workers: what became of its hand-overs.
+    pub handovers: Option<HandoverCounts>,
+    /// Each simulated worker's totals.
+    pub workers: Vec<SimStats>,
+}
+
+impl Summary {
+    /// No turn failed, and no worker saw a breach of the P/D protocol.
+    pub fn is_good(&self) -> bool {
+        let violations = self.handovers.map_or(0, |sum| sum.violations_total());
+        self.errors + violations == 0
+    }
+
+    fn write_handovers(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(sum) = &self.handovers else {
+            return Ok(());
+        };
+        writeln!(f, "  hand-overs     {}", view::handovers_text(sum))?;
+        for worker in &self.workers {
+            let address = worker.url.strip_prefix("http://").unwrap_or(&worker.url);
+            let (role, counts) = (worker.role.label(), &worker.handovers);
+            write!(f, "  {role:14} {address:21} ")?;
+            match worker.role {
+                Role::Decode => write!(f, "{} claimed", counts.claimed)?,
+                _ => write!(
+                    f,
+                    "{} issued, {} fetched, {} expired",
+                    counts.issued, counts.fetched, counts.expired
+                )?,
+            }
+            writeln!(f, ", {} violations", counts.violations_total())?;
+        }
+        Ok(())
+    }
 }
 
 impl fmt::Display for Summary {
@@ -97,7 +131,8 @@ impl fmt::Display for Summary {
         } else {
             decisions.join(", ")
         };
-        writeln!(f, "  decisions      {decisions}")
+        writeln!(f, "  decisions      {decisions}")?;
+        self.write_handovers(f)
     }
 }
 
@@ -280,13 +315,14 @@ impl Watch<'_> {
         let now = self.take();
         let sum = |of: fn(&super::SimStats) -> u64| now.engines.iter().map(of).sum::<u64>();
         let load = now.load.unwrap_or_default();
+        let (cached, prompts) = view::prompt_tokens(&now.engines);
         Summary {
             seconds: self.begun.elapsed().as_secs_f64(),
             requests: now.fleet.requests_total,
             turns: load.turns,
             errors: load.errors,
             last_error: load.last_error,
-            hit_rate: view::fraction(sum(|e| e.cached_tokens), sum(|e| e.prompt_tokens)),
+            hit_rate: view::fraction(cached, prompts),
             output_tokens: sum(|e| e.output_tokens),
             ttft_p50_ms: load.first_token.quantile_ms(0.5),
             ttft_p99_ms: load.first_token.quantile_ms(0.99),
@@ -298,6 +334,8 @@ impl Watch<'_> {
                 .into_iter()
                 .filter(|(_, count)| *count > 0)
                 .collect(),
+            handovers: view::handovers(&now.engines),
+            workers: now.engines,
         }
     }
 }
@@ -308,7 +346,7 @@ mod tests {
 
     use clap::Parser;
 
-    use super::super::{FleetView, WorkerView, run, start_fleet};
+    use super::super::{FleetView, SimAddress, WorkerView, run, start_fleet};
     use super::*;
 
     #[derive(Parser)]
@@ -318,16 +356,13 @@ mod tests {
     }
 
     fn args(flags: &[&str]) -> DemoArgs {
-        let instant = [
-            "demo",
-            "--prefill-tps",
-            "instant",
-            "--itl",
-            "instant",
-            "--workers",
-            "1",
-        ];
-        Cli::try_parse_from(instant.iter().chain(flags))
+        let instant = ["demo", "--prefill-tps", "instant", "--itl", "instant"];
+        let one: &[&str] = if flags.contains(&"--pd") {
+            &[]
+        } else {
+            &["--workers", "1"]
+        };
+        Cli::try_parse_from(instant.iter().chain(one).chain(flags))
             .unwrap()
             .demo
     }
@@ -401,10 +436,28 @@ mod tests {
         );
     }
 
+    /// The load goes to a prefill worker as no router would send it: every turn is a breach, and the demo says so.
+    #[test]
+    fn a_demo_whose_router_breaks_the_protocol_says_so_and_is_not_good() {
+        let (summary, text) = demo(&args(&["--pd", "1x1", "--load", "4"]), 4);
+        let sum = summary.handovers.unwrap();
+        assert_eq!((summary.errors, summary.is_good()), (0, false));
+        assert!(sum.violations_total() >= 3 * summary.turns && summary.turns > 0);
+        for part in [
+            "hand-overs ",
+            "\n  prefill ",
+            "\n  decode ",
+            "prefill_params ",
+            " 0 claimed",
+        ] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+
     #[test]
     fn run_ends_with_the_error_of_a_router_that_does_not_start() {
         let interrupted = AtomicBool::new(false);
-        let refused = |_: Vec<String>, _: u16| -> io::Result<(SocketAddr, Fake<'_>)> {
+        let refused = |_: &[SimAddress], _: u16| -> io::Result<(SocketAddr, Fake<'_>)> {
             Err(io::Error::other("no io_uring"))
         };
         let error = run(&args(&["--port", "0"]), &interrupted, refused).unwrap_err();

@@ -15,7 +15,7 @@ use ratatui::widgets::{Block, Cell, Paragraph, Row, Table, Wrap};
 use ratatui::{DefaultTerminal, Frame};
 
 use super::load::LoadTotals;
-use super::{FleetView, SimStats};
+use super::{FleetView, HandoverCounts, Role, SimStats};
 
 /// Rows below the boxes: router, its latency, fleet, load, the load's last error.
 const BOTTOM_ROWS: u16 = 5;
@@ -74,6 +74,10 @@ pub struct WorkerFigures {
     pub tokens_per_s: f64,
     /// Times chosen, since the start.
     pub requests: u64,
+    /// What it does for others.
+    pub role: Role,
+    /// Its part in P/D, since the start.
+    pub handovers: HandoverCounts,
 }
 
 /// The load's part.
@@ -106,8 +110,10 @@ pub struct Figures {
     pub requests_per_s: f64,
     /// Answers being relayed.
     pub open_streams: u64,
-    /// Fraction of all prompt tokens that was cached, over the time between the samples.
+    /// Fraction of all prompt tokens that was cached where they were to be computed, over the time between the samples.
     pub hit_rate: f64,
+    /// Of a fleet of prefill and decode workers, since the start.
+    pub handovers: Option<HandoverCounts>,
     /// The router's own added time, in microseconds.
     pub added_us: (f64, f64),
     /// With a load.
@@ -128,9 +134,10 @@ impl Figures {
             found.map_or(0, |(_, count)| *count)
         };
         let decisions = later.fleet.decisions.iter().filter(|(_, count)| *count > 0);
-        let sum =
-            |sample: &Sample, of: fn(&SimStats) -> u64| sample.engines.iter().map(of).sum::<u64>();
-        let grown = |of: fn(&SimStats) -> u64| sum(later, of).saturating_sub(sum(earlier, of));
+        let (before, now) = (
+            prompt_tokens(&earlier.engines),
+            prompt_tokens(&later.engines),
+        );
         Figures {
             workers: worker_figures(earlier, later, seconds),
             decisions: decisions
@@ -139,7 +146,11 @@ impl Figures {
             requests: later.fleet.requests_total,
             requests_per_s: rate(earlier.fleet.requests_total, later.fleet.requests_total),
             open_streams: later.fleet.open_streams,
-            hit_rate: fraction(grown(|e| e.cached_tokens), grown(|e| e.prompt_tokens)),
+            hit_rate: fraction(
+                now.0.saturating_sub(before.0),
+                now.1.saturating_sub(before.1),
+            ),
+            handovers: handovers(&later.engines),
             added_us: (later.fleet.added_p50_us, later.fleet.added_p99_us),
             load: later
                 .load
@@ -147,6 +158,24 @@ impl Figures {
                 .map(|load| load_figures(earlier.load.as_ref(), load, seconds)),
         }
     }
+}
+
+/// Prompt tokens found in caches, and all, of the engines that compute prompts: a decode worker does not.
+pub fn prompt_tokens(engines: &[SimStats]) -> (u64, u64) {
+    let computing = engines.iter().filter(|e| e.role != Role::Decode);
+    computing.fold((0, 0), |(cached, all), engine| {
+        (cached + engine.cached_tokens, all + engine.prompt_tokens)
+    })
+}
+
+/// The fleet's hand-overs, if it is one of prefill and decode workers.
+pub fn handovers(engines: &[SimStats]) -> Option<HandoverCounts> {
+    let is_pd = engines.iter().any(|engine| engine.role != Role::Regular);
+    is_pd.then(|| {
+        let mut sum = HandoverCounts::default();
+        engines.iter().for_each(|e| sum.add(&e.handovers));
+        sum
+    })
 }
 
 fn worker_figures(earlier: &Sample, later: &Sample, seconds: f64) -> Vec<WorkerFigures> {
@@ -170,6 +199,8 @@ fn worker_figures(earlier: &Sample, later: &Sample, seconds: f64) -> Vec<WorkerF
             usage: now.usage,
             tokens_per_s: now.output_tokens.saturating_sub(before.output_tokens) as f64 / seconds,
             requests: worker.requests,
+            role: now.role,
+            handovers: now.handovers,
         }
     });
     rows.collect()
@@ -226,10 +257,33 @@ pub fn plain_line(elapsed: Duration, figures: &Figures) -> String {
             load.first_token_p50_ms, load.first_token_p99_ms, load.errors
         );
     }
+    if let Some(handovers) = &figures.handovers {
+        line += &format!("  hand-overs {}", handovers_text(handovers));
+    }
     for (reason, per_second, _) in &figures.decisions {
         line += &format!("  {reason} {per_second:.1}/s");
     }
     line
+}
+
+/// What became of a fleet's hand-overs, and which violations there were.
+pub fn handovers_text(counts: &HandoverCounts) -> String {
+    let mut text = format!(
+        "{} issued, {} fetched, {} open, {} expired, {} violations",
+        counts.issued,
+        counts.fetched,
+        counts.open(),
+        counts.expired,
+        counts.violations_total()
+    );
+    if counts.lost > 0 {
+        text += &format!(", {} lost", counts.lost);
+    }
+    for (nth, (kind, count)) in counts.violations_by_kind().enumerate() {
+        text += if nth == 0 { ": " } else { ", " };
+        text += &format!("{kind} {count}");
+    }
+    text
 }
 
 /// Draws the full screen.
@@ -239,7 +293,8 @@ pub fn draw(frame: &mut Frame, banner: &Banner, elapsed: Duration, figures: &Fig
     // Wrapped at blanks, a text may need one row more than its length says.
     let curl_rows = curl.len().div_ceil(usize::from(area.width.max(1))) as u16 + 1;
     let decision_rows = figures.decisions.len().max(1) as u16 + 2;
-    let others = 1 + curl_rows + decision_rows + BOTTOM_ROWS;
+    let bottom_rows = BOTTOM_ROWS + u16::from(figures.handovers.is_some());
+    let others = 1 + curl_rows + decision_rows + bottom_rows;
     let table_rows = area
         .height
         .saturating_sub(others)
@@ -249,7 +304,7 @@ pub fn draw(frame: &mut Frame, banner: &Banner, elapsed: Duration, figures: &Fig
         Constraint::Length(curl_rows),
         Constraint::Length(table_rows.max(4)),
         Constraint::Length(decision_rows),
-        Constraint::Min(BOTTOM_ROWS),
+        Constraint::Min(bottom_rows),
     ])
     .areas(area);
     frame.render_widget(head_line(banner, elapsed), head);
@@ -257,10 +312,7 @@ pub fn draw(frame: &mut Frame, banner: &Banner, elapsed: Duration, figures: &Fig
         Paragraph::new(curl).dim().wrap(Wrap { trim: false }),
         try_it,
     );
-    frame.render_widget(
-        worker_table(&figures.workers, table.width, table.height),
-        table,
-    );
+    frame.render_widget(worker_table(figures, table.width, table.height), table);
     frame.render_widget(decision_list(&figures.decisions), decisions);
     frame.render_widget(bottom(figures), rest);
 }
@@ -275,26 +327,35 @@ fn head_line(banner: &Banner, elapsed: Duration) -> Line<'static> {
     ])
 }
 
-/// Columns of the table: name and width in cells.
-const COLUMNS: [(&str, u16); 9] = [
-    ("worker", 15),
-    ("state", 9),
-    ("in flight", 9),
-    ("waiting", 7),
-    ("hit rate", 8),
-    ("expected", 8),
-    ("KV used", 7),
-    ("tok/s", 6),
-    ("requests", 8),
+/// Columns of the table: name, width in cells, and where it is shown: narrow, wide, narrow with P/D, wide with P/D.
+const COLUMNS: [(&str, u16, [bool; 4]); 13] = [
+    ("worker", 15, [true; 4]),
+    ("role", 7, [false, false, true, true]),
+    ("state", 9, [true; 4]),
+    ("in flight", 9, [true; 4]),
+    ("waiting", 7, [true, true, false, true]),
+    ("hit rate", 8, [true; 4]),
+    ("expected", 8, [true, true, false, true]),
+    ("KV used", 7, [false, true, false, true]),
+    ("tok/s", 6, [true, true, false, true]),
+    ("requests", 8, [true; 4]),
+    ("handed", 7, [false, false, false, true]),
+    ("expired", 7, [false, false, false, true]),
+    ("violations", 10, [false, false, true, true]),
 ];
-/// The column that is left out below [`WIDE`].
-const KV_USED: usize = 6;
-/// All columns, the blanks between them and the border.
+/// Columns of text, from the first one on; the others are numbers.
+const TEXT_COLUMNS: usize = 3;
+/// All columns without P/D, the blanks between them and the border.
 const WIDE: u16 = 87;
+/// The same with P/D.
+const PD_WIDE: u16 = 122;
 
-fn worker_table(workers: &[WorkerFigures], width: u16, height: u16) -> Table<'static> {
-    let is_wide = width >= WIDE;
-    let is_shown = |column: usize| is_wide || column != KV_USED;
+fn worker_table(figures: &Figures, width: u16, height: u16) -> Table<'static> {
+    let workers = &figures.workers;
+    let is_pd = figures.handovers.is_some();
+    let is_wide = width >= if is_pd { PD_WIDE } else { WIDE };
+    let layout = usize::from(is_wide) + 2 * usize::from(is_pd);
+    let is_shown = |column: usize| COLUMNS[column].2[layout];
     let fitting = usize::from(height.saturating_sub(3));
     let rows = workers.iter().take(fitting).map(|worker| {
         let cells = worker_cells(worker).into_iter().enumerate();
@@ -311,14 +372,17 @@ fn worker_table(workers: &[WorkerFigures], width: u16, height: u16) -> Table<'st
             .filter(|(column, _)| is_shown(*column))
     };
     let widths: Vec<Constraint> = columns()
-        .map(|(column, (_, width))| match column {
+        .map(|(column, (_, width, _))| match column {
             0 => Constraint::Min(*width),
             _ => Constraint::Length(*width),
         })
         .collect();
-    let head = Row::new(columns().map(|(column, (name, _))| match column {
-        0 | 1 => Cell::from(*name),
-        _ => number((*name).to_owned()),
+    let head = Row::new(columns().map(|(column, (name, _, _))| {
+        if column < TEXT_COLUMNS {
+            Cell::from(*name)
+        } else {
+            number((*name).to_owned())
+        }
     }));
     let title = match workers.len() {
         all if all > fitting => format!(" workers ({fitting} of {all}) "),
@@ -329,16 +393,23 @@ fn worker_table(workers: &[WorkerFigures], width: u16, height: u16) -> Table<'st
         .block(Block::bordered().title(title))
 }
 
-fn worker_cells(worker: &WorkerFigures) -> [Cell<'static>; 9] {
+fn worker_cells(worker: &WorkerFigures) -> [Cell<'static>; COLUMNS.len()] {
     let color = match worker.state {
         "ready" => Color::Green,
         "draining" => Color::Yellow,
         _ => Color::Red,
     };
     let percent = |part: f64| number(format!("{:.1} %", part * 100.0));
+    // What should be 0 stands out when it is not.
+    let fault = |count: u64| {
+        let cell = number(count.to_string());
+        if count == 0 { cell } else { cell.red() }
+    };
     let address = worker.url.strip_prefix("http://").unwrap_or(&worker.url);
+    let handovers = &worker.handovers;
     [
         Cell::from(address.to_owned()),
+        Cell::from(worker.role.label()),
         Cell::from(Span::styled(worker.state, Style::new().fg(color))),
         number(worker.in_flight.to_string()),
         number(worker.waiting.to_string()),
@@ -347,6 +418,9 @@ fn worker_cells(worker: &WorkerFigures) -> [Cell<'static>; 9] {
         percent(worker.usage),
         number(format!("{:.0}", worker.tokens_per_s)),
         number(worker.requests.to_string()),
+        number((handovers.issued + handovers.claimed).to_string()),
+        fault(handovers.expired),
+        fault(handovers.violations_total()),
     ]
 }
 
@@ -390,6 +464,11 @@ fn bottom(figures: &Figures) -> Paragraph<'static> {
             figures.hit_rate * 100.0
         )),
     ];
+    if let Some(handovers) = &figures.handovers {
+        let line = Line::from(format!("P/D      {}", handovers_text(handovers)));
+        let is_good = handovers.violations_total() + handovers.expired == 0;
+        lines.push(if is_good { line } else { line.red() });
+    }
     match &figures.load {
         None => lines.push(Line::from("load     none; start with --load for one").dim()),
         Some(load) => {
@@ -603,6 +682,58 @@ mod tests {
             assert!(line.contains(part), "{part} in {line}");
         }
         assert!(!line.contains('\n'));
+    }
+
+    /// A prefill worker and a decode worker that found something wrong.
+    fn pd_figures() -> Figures {
+        let mut later = sample(Instant::now(), 3);
+        let mut earlier = sample(later.at - Duration::from_secs(2), 1);
+        for sample in [&mut earlier, &mut later] {
+            sample.engines[0].role = Role::Prefill;
+            sample.engines[0].handovers.issued = 40;
+            sample.engines[0].handovers.fetched = 38;
+            sample.engines[0].handovers.expired = 1;
+            let url = "http://127.0.0.1:8".to_owned();
+            let mut decode = SimStats {
+                url: url.clone(),
+                role: Role::Decode,
+                ..SimStats::default()
+            };
+            decode.prompt_tokens = 1000 * u64::from(sample.load.as_ref().unwrap().turns > 10);
+            decode.handovers.violations[super::super::Violation::Reused as usize] = 2;
+            sample.engines.push(decode);
+            sample.fleet.workers.push(WorkerView {
+                url,
+                state: "ready",
+                ..WorkerView::default()
+            });
+        }
+        Figures::between(&earlier, &later)
+    }
+
+    #[test]
+    fn a_disaggregated_fleet_shows_roles_and_what_became_of_its_handovers() {
+        let figures = pd_figures();
+        assert_eq!(figures.hit_rate, 0.8, "decode workers compute no prompts");
+        let said = "40 issued, 38 fetched, 1 open, 1 expired, 2 violations: reused 2";
+        for (width, height) in [(80, 24), (PD_WIDE, 40)] {
+            let text = screen(width, height, &figures);
+            for part in [
+                "127.0.0.1:9 ",
+                "prefill",
+                "decode",
+                "violations",
+                said,
+                "0 errors",
+            ] {
+                assert!(text.contains(part), "{width} x {height}: {part} in\n{text}");
+            }
+            assert_eq!(text.contains("handed"), width >= PD_WIDE);
+        }
+        let line = plain_line(Duration::from_secs(7), &figures);
+        assert!(line.contains(&format!("hand-overs {said}")), "{line}");
+        let plain = screen(120, 40, &self::figures());
+        assert!(!plain.contains("P/D") && !plain.contains("violations"));
     }
 
     #[test]
