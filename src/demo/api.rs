@@ -13,7 +13,8 @@ use super::words::{self, Dice};
 
 /// Choices one request may ask for.
 const CHOICES_MAX: u64 = 128;
-/// `max_tokens` of a completion that names none (OpenAI's default, which vLLM keeps for this endpoint).
+/// `max_tokens` of a completion that names none (OpenAI's default, which vLLM keeps for this endpoint and as that of
+/// its own `SamplingParams`).
 const COMPLETION_TOKENS: u64 = 16;
 /// Numbers in an embedding.
 const EMBEDDING_DIMENSIONS: usize = 64;
@@ -89,6 +90,8 @@ pub enum Dialect {
     Response,
     /// `/v1/embeddings`
     Embedding,
+    /// `/inference/v1/generate`: token ids in, token ids out
+    Generate,
 }
 
 impl Dialect {
@@ -98,6 +101,7 @@ impl Dialect {
             Dialect::Completion => "cmpl-",
             Dialect::Response => "resp_",
             Dialect::Embedding => "embd-",
+            Dialect::Generate => "generate-tokens-",
         }
     }
 }
@@ -119,6 +123,14 @@ impl Choice {
     /// Whether the answer ends at its limit rather than by itself.
     pub fn is_cut(&self) -> bool {
         self.finish_reason == "length"
+    }
+
+    /// The id that stands for a piece of the answer: the piece itself, so that sent back it is the same prompt bytes.
+    fn token_id(&self, index: u32) -> u32 {
+        let mut bytes = [b' '; TOKEN_BYTES];
+        let piece = self.piece(index).as_bytes();
+        bytes[..piece.len()].copy_from_slice(piece);
+        u32::from_le_bytes(bytes)
     }
 
     fn piece(&self, index: u32) -> &str {
@@ -259,6 +271,7 @@ fn prompts(dialect: Dialect, request: &Value) -> Result<Vec<Vec<u8>>, ApiError> 
         Dialect::Chat => "messages",
         Dialect::Completion => "prompt",
         Dialect::Response | Dialect::Embedding => "input",
+        Dialect::Generate => "token_ids",
     };
     let Some(value) = request.get(field).filter(|value| !value.is_null()) else {
         return Err(ApiError::missing(field));
@@ -272,7 +285,11 @@ fn prompts(dialect: Dialect, request: &Value) -> Result<Vec<Vec<u8>>, ApiError> 
                 request["instructions"].as_str(),
             )?]
         }
-        Dialect::Completion | Dialect::Embedding => text_prompts(value, field)?,
+        Dialect::Generate if !value[0].is_u64() => {
+            let message = "Input should be a valid list of integers";
+            return Err(ApiError::invalid("list_type", "'token_ids'", message));
+        }
+        Dialect::Completion | Dialect::Embedding | Dialect::Generate => text_prompts(value, field)?,
     };
     if prompts.is_empty() || prompts.iter().any(Vec::is_empty) {
         return Err(ApiError::bad_request(
@@ -398,7 +415,11 @@ impl Limits {
         let names: &[&'static str] = match dialect {
             Dialect::Chat => &["max_completion_tokens", "max_tokens"],
             Dialect::Response => &["max_output_tokens"],
-            Dialect::Completion | Dialect::Embedding => &["max_tokens"],
+            Dialect::Completion | Dialect::Embedding | Dialect::Generate => &["max_tokens"],
+        };
+        let request = match dialect {
+            Dialect::Generate => &request["sampling_params"],
+            _ => request,
         };
         let mut tokens_max = None;
         for name in names
@@ -419,12 +440,12 @@ impl Limits {
             }
             tokens_max = tokens_max.or(Some(wanted as u64));
         }
-        if dialect == Dialect::Completion {
+        if matches!(dialect, Dialect::Completion | Dialect::Generate) {
             tokens_max = tokens_max.or(Some(COMPLETION_TOKENS));
         }
         let tokens_min = request["min_tokens"].as_u64().unwrap_or(0);
         // The other two have no such field: vLLM does not look at it.
-        let has_min = matches!(dialect, Dialect::Chat | Dialect::Completion);
+        let has_min = !matches!(dialect, Dialect::Response | Dialect::Embedding);
         if let Some(most) = tokens_max.filter(|most| has_min && tokens_min > *most) {
             let message = format!(
                 "min_tokens must be less than or equal to max_tokens={most}, got {tokens_min}."
@@ -615,7 +636,27 @@ impl Answer {
             Dialect::Chat | Dialect::Completion => self.choices_reply(),
             Dialect::Response => self.response(true),
             Dialect::Embedding => self.embeddings(),
+            Dialect::Generate => self.generated(),
         }
+    }
+
+    /// vLLM's `GenerateResponse`, which has no usage.
+    fn generated(&self) -> Value {
+        let choices = self.choices.iter().enumerate();
+        let choices: Vec<Value> = choices
+            .map(|(index, choice)| {
+                let ids: Vec<u32> = (0..choice.sequence.output_tokens)
+                    .map(|nth| choice.token_id(nth))
+                    .collect();
+                json!({
+                    "index": index, "logprobs": null, "finish_reason": choice.finish_reason, "token_ids": ids,
+                })
+            })
+            .collect();
+        json!({
+            "request_id": self.id, "choices": choices, "prompt_logprobs": null,
+            "kv_transfer_params": self.kv_transfer_params,
+        })
     }
 
     fn prompt_tokens(&self) -> u32 {
@@ -815,10 +856,10 @@ impl EventWriter {
         }
         let told = &self.answer.choices[choice as usize];
         let mut value = json!({"index": choice});
-        if is_chat {
-            value["delta"] = json!({"content": told.piece(index)});
-        } else {
-            value["text"] = json!(told.piece(index));
+        match self.answer.dialect {
+            Dialect::Chat => value["delta"] = json!({"content": told.piece(index)}),
+            Dialect::Generate => value["token_ids"] = json!([told.token_id(index)]),
+            _ => value["text"] = json!(told.piece(index)),
         }
         value["logprobs"] = Value::Null;
         value["finish_reason"] = json!(is_last.then_some(told.finish_reason));
@@ -832,13 +873,16 @@ impl EventWriter {
 
     fn chunk(&self, choices: Value, usage: Option<Value>) -> Value {
         let is_chat = self.answer.dialect == Dialect::Chat;
-        let mut value = json!({
-            "id": self.answer.id,
-            "object": if is_chat { "chat.completion.chunk" } else { "text_completion" },
-            "created": self.answer.created,
-            "model": self.answer.model,
-            "choices": choices,
-        });
+        let mut value = match self.answer.dialect {
+            Dialect::Generate => json!({"request_id": self.answer.id, "choices": choices}),
+            _ => json!({
+                "id": self.answer.id,
+                "object": if is_chat { "chat.completion.chunk" } else { "text_completion" },
+                "created": self.answer.created,
+                "model": self.answer.model,
+                "choices": choices,
+            }),
+        };
         if let Some(usage) = usage {
             value["usage"] = usage;
         }
@@ -1140,6 +1184,38 @@ mod tests {
             35,
             "counted once, however many choices"
         );
+    }
+
+    #[test]
+    fn generate_takes_its_limits_from_the_sampling_params_and_speaks_in_ids() {
+        let ids: Vec<u32> = (0..40).collect();
+        let body = |params: Value| json!({"token_ids": ids, "sampling_params": params});
+        let answer = parse_value(Dialect::Generate, &body(json!({"max_tokens": 1}))).unwrap();
+        assert_eq!(answer.leg.tokens_max, Some(1));
+        let reply = answer.reply();
+        let told = reply["choices"][0]["token_ids"].as_array().unwrap();
+        assert_eq!((answer.prompt_tokens(), told.len()), (40, 1));
+        assert_eq!(reply["kv_transfer_params"], Value::Null);
+        let wrong = body(json!({"max_tokens": 1, "min_tokens": 2}));
+        assert_eq!(
+            parse_value(Dialect::Generate, &wrong).unwrap_err().status,
+            400
+        );
+        let text = json!({"token_ids": "text", "sampling_params": {}});
+        assert_eq!(
+            parse_value(Dialect::Generate, &text).unwrap_err().status,
+            400
+        );
+        let mut streamed = body(json!({"max_tokens": 6}));
+        streamed["stream"] = json!(true);
+        let answer = parse_value(Dialect::Generate, &streamed).unwrap();
+        let all = answer.reply()["choices"][0]["token_ids"].clone();
+        let pieces: Vec<Value> = play(answer)
+            .split("\n\n")
+            .filter_map(|line| serde_json::from_str::<Value>(line.strip_prefix("data: ")?).ok())
+            .map(|chunk| chunk["choices"][0]["token_ids"][0].clone())
+            .collect();
+        assert_eq!(json!(pieces), all);
     }
 
     #[test]

@@ -488,6 +488,7 @@ fn router(worker: Arc<Worker>) -> Router {
         .route("/v1/completions", post(completions))
         .route("/v1/responses", post(responses))
         .route("/v1/embeddings", post(embeddings))
+        .route("/inference/v1/generate", post(generate_ids))
         .fallback(async || plain_error(StatusCode::NOT_FOUND))
         .method_not_allowed_fallback(async || plain_error(StatusCode::METHOD_NOT_ALLOWED))
         .with_state(worker)
@@ -591,6 +592,10 @@ async fn responses(State(worker): State<Arc<Worker>>, request: Request) -> Respo
 
 async fn embeddings(State(worker): State<Arc<Worker>>, request: Request) -> Response {
     generate(worker, Dialect::Embedding, request).await
+}
+
+async fn generate_ids(State(worker): State<Arc<Worker>>, request: Request) -> Response {
+    generate(worker, Dialect::Generate, request).await
 }
 
 /// Reads a JSON body whole. As in vLLM, another content type is refused.
@@ -1246,6 +1251,10 @@ mod tests {
             (
                 "/v1/responses",
                 json!({"input": "x", "max_output_tokens": 1}),
+            ),
+            (
+                "/inference/v1/generate",
+                json!({"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}),
             ),
         ] {
             let fields = with(&fields, json!({"kv_transfer_params": asking()}));
