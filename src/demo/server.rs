@@ -739,7 +739,7 @@ mod tests {
     use std::io::{BufRead, BufReader, Read, Write};
     use std::net::TcpStream;
 
-    use super::super::{FleetArgs, SimFleet, SpeedArgs, start_fleet};
+    use super::super::{FleetArgs, SimFleet, SimStats, SpeedArgs, start_fleet};
     use super::*;
 
     /// An engine that takes no time and has little room, but for what a test changes.
@@ -846,9 +846,13 @@ mod tests {
     }
 
     /// Waits for a state that must come: by asking again, never by guessing a time.
-    fn until(fleet: &SimFleet, what: &str, is_so: impl Fn(&super::super::SimStats) -> bool) {
+    fn until(fleet: &SimFleet, what: &str, is_so: impl Fn(&SimStats) -> bool) {
+        until_nth(fleet, 0, what, is_so);
+    }
+
+    fn until_nth(fleet: &SimFleet, nth: usize, what: &str, is_so: impl Fn(&SimStats) -> bool) {
         let limit = Instant::now() + Duration::from_secs(20);
-        while !is_so(&fleet.stats()[0]) {
+        while !is_so(&fleet.stats()[nth]) {
             assert!(Instant::now() < limit, "{what}: {:?}", fleet.stats());
             std::thread::yield_now();
         }
@@ -1327,14 +1331,9 @@ mod tests {
         );
         let mut leaving = connect_nth(&fleet, DECODE);
         let leg = with(&ask, json!({"kv_transfer_params": params}));
-        let is_so = |is_so: &dyn Fn(&super::super::SimStats) -> bool| {
-            while !is_so(&fleet.stats()[DECODE]) {
-                std::thread::yield_now();
-            }
-        };
-        is_so(&|decode| decode.running == 1);
+        until_nth(&fleet, DECODE, "it runs", |stats| stats.running == 1);
         send(&mut leaving, "POST", CHAT, "application/json", &leg);
-        is_so(&|decode| decode.waiting == 1);
+        until_nth(&fleet, DECODE, "it waits", |stats| stats.waiting == 1);
         assert!(fleet.stats()[PREFILL].pinned_blocks > 0, "not yet fetched");
         drop(leaving);
         until(&fleet, "the blocks are free", |stats| {
