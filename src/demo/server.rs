@@ -1342,6 +1342,29 @@ mod tests {
         assert_eq!(fleet.stats()[PREFILL].handovers.fetched, 1);
     }
 
+    /// The answer has thousands of tokens to come when the prefill worker has its blocks back.
+    #[test]
+    fn the_blocks_are_free_after_the_fetch_not_after_the_answer() {
+        let fleet = pd_fleet(SpeedArgs {
+            itl: 5.0,
+            ..speed()
+        });
+        let ask = prompt("k");
+        let params = prefill(&fleet, &ask)["kv_transfer_params"].clone();
+        let leg = json!({"max_tokens": 3600, "ignore_eos": true, "kv_transfer_params": params});
+        let mut answered = connect_nth(&fleet, DECODE);
+        send(
+            &mut answered,
+            "POST",
+            CHAT,
+            "application/json",
+            &with(&ask, leg),
+        );
+        until(&fleet, "fetched", |stats| stats.handovers.fetched == 1);
+        until(&fleet, "free", |stats| stats.pinned_blocks == 0);
+        assert_eq!(fleet.stats()[DECODE].running, 1, "and it goes on");
+    }
+
     /// Two fleets have a book each, as two processes have.
     #[test]
     fn a_decode_worker_of_another_process_asks_the_one_that_is_named() {
