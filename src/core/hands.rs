@@ -109,7 +109,7 @@ impl Hands<'_, '_> {
         let Core {
             shared,
             chain,
-            policy,
+            policies,
             scratch,
             ..
         } = &mut *self.core;
@@ -127,7 +127,7 @@ impl Hands<'_, '_> {
                 candidates,
                 if closed.is_empty() { exclude } else { &closed },
                 shared.books,
-                policy,
+                &mut policies[ask.role as usize],
                 scratch,
             )?;
             let worker = self.turn.fleet.worker(decision.slot)?;

@@ -27,7 +27,7 @@ use shards::{Lesson, Pin, PrefixHash, Reader, Receiver, Sender, Shard, Slot};
 
 use crate::exchange::Session;
 use crate::ring::{Abilities, Event, Received, Ring, RingLimits, Token, send_now};
-use crate::route::{self, Batches, Decision, KeySeed};
+use crate::route::{self, Batches, Decision, KeySeed, Role};
 use crate::shared::{CoreShared, CoreStats, Shared, ToCore};
 use crate::upstream::Idles;
 use budget::RetryBudget;
@@ -120,7 +120,8 @@ pub struct Core {
     /// Length of the prompt whose chain that is; `None`: of none.
     chain_length: Option<u64>,
     scratch: Vec<Slot>,
-    policy: route::Turn,
+    /// By role: with one for all, two choices a request, every second turn would be the other role's.
+    policies: [route::Turn; 3],
     seed: KeySeed,
     random: u64,
     started: Instant,
@@ -176,7 +177,8 @@ impl Core {
             shunned: Vec::new(),
             tried_at: Vec::new(),
             scratch: Vec::new(),
-            policy: route::Turn::new(seed.random_seed),
+            policies: Role::ALL
+                .map(|role| route::Turn::new(seed.random_seed.wrapping_add(role as u64))),
             seed: KeySeed(config.prefix_hash_seed),
             random: seed.random_seed | 1,
             started: Instant::now(),
