@@ -462,6 +462,9 @@ impl Session {
         if exchange.leg == Leg::Reused && !exchange.answer_begun && can_replay(exchange) {
             // The worker closed an idle connection just as we used it: no failure of anybody (RFC 9112 section 9.3.1).
             world.count_resend();
+            if pd::has_given_params(exchange) {
+                return self.prefill_anew(world);
+            }
             let slot = exchange.slot;
             return self.dial(world, slot, true);
         }
@@ -476,6 +479,20 @@ impl Session {
             },
         );
         self.leg_lost(world);
+    }
+
+    /// The request is sent again from its first leg on, to whom it may have gone already as well.
+    fn prefill_anew<W: World>(&mut self, world: &mut W) {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return;
+        };
+        if exchange.retries >= world.config().retry.retries_max.max(1) {
+            return self.leg_lost(world);
+        }
+        exchange.retries += 1;
+        exchange.leg = Leg::None;
+        pd::begin_anew(exchange);
+        self.seat(world);
     }
 
     /// There is no leg any more and no answer: another worker, or ours.

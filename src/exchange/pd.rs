@@ -10,7 +10,9 @@
 //! ```
 //!
 //! Invariants:
-//! - **P1** Transfer parameters go to at most one decode worker: `is_used` is set before they are sent.
+//! - **P1** Transfer parameters go to at most one decode worker, once: `is_used` is set before they are sent. A kept-alive
+//!   connection that dies under them is no exception: whether they were read cannot be known, and to fetch blocks that
+//!   are freed is to answer from another request's.
 //! - **P2** An exchange that ends with parameters nobody got gives them to a [`super::release`], or counts them lost.
 //! - **P3** The decode seat is taken together with the prefill seat, so that no two requests see the same free one.
 //! - **P4** The client's own `kv_transfer_params` reach no worker.
@@ -86,16 +88,16 @@ impl Pd {
         self.filter = None;
     }
 
-    /// Nobody has got the parameters, or nobody can have got all of the request that they were in.
-    fn is_unused(&self, message_is_out: bool) -> bool {
-        self.params.is_some() && (!self.is_used || message_is_out)
+    /// Nobody can have got the parameters. A send that has not been reported yet may have arrived all the same.
+    fn is_unused(&self) -> bool {
+        self.params.is_some() && !self.is_used
     }
 }
 
 /// Whether an exchange that ends leaves blocks behind that nobody will fetch (P2).
 pub(super) fn is_orphan(exchange: &Exchange) -> bool {
     let pd = exchange.pd.as_ref();
-    pd.is_some_and(|pd| pd.stage == Stage::Decode && pd.is_unused(exchange.message_is_out))
+    pd.is_some_and(|pd| pd.stage == Stage::Decode && pd.is_unused())
 }
 
 /// Who gets requests that are not in two legs.
@@ -347,7 +349,9 @@ impl Session {
                 // The prefill worker's count is given back by being replaced.
                 super::sit(exchange, seat);
                 let slot = exchange.slot;
-                self.dial(world, slot, false);
+                // Another kept-alive connection that has died would cost another prefill.
+                let fresh = exchange.retries > 0;
+                self.dial(world, slot, fresh);
             }
             None => self.seat(world),
         }
@@ -447,29 +451,54 @@ pub(super) fn choose_again<W: World>(
     exchange: &mut Exchange,
     world: &mut W,
 ) -> Result<Slot, super::NoSeat> {
-    let message_is_out = exchange.message_is_out;
     let Some(pd) = exchange.pd.as_mut() else {
         return choose(exchange, world);
     };
-    if pd.stage == Stage::Decode && pd.params.is_some() {
-        let is_unused = pd.is_unused(message_is_out);
-        let is_fresh = is_fresh(pd, world);
-        if !(is_unused && is_fresh) {
-            if is_unused {
-                world.count_pd(PdEvent::Stale);
-                world.count_pd(PdEvent::Orphan);
-                world.count_pd(PdEvent::Lost);
-            }
-            pd.params = None;
-            pd.usage = None;
-            pd.stage = Stage::Prefill;
-            pd.prefilled_ns = 0;
-            std::mem::swap(&mut exchange.tried, &mut pd.other_tried);
-            // Given back before the choice, as its worker may be chosen again.
-            exchange.seat = None;
-        }
+    if pd.stage != Stage::Decode || pd.params.is_none() {
+        return choose_seats(exchange, world);
     }
-    choose_seats(exchange, world)
+    let is_unused = pd.is_unused();
+    if is_unused && is_fresh(pd, world) {
+        return choose_seats(exchange, world);
+    }
+    if is_unused {
+        world.count_pd(PdEvent::Stale);
+        world.count_pd(PdEvent::Orphan);
+        world.count_pd(PdEvent::Lost);
+    }
+    let prefilled_ns = pd.prefilled_ns;
+    begin_anew(exchange);
+    let chosen = choose_seats(exchange, world);
+    if chosen.is_err()
+        && let Some(pd) = exchange.pd.as_mut()
+        && pd.stage == Stage::Prefill
+    {
+        // Nobody: what the decode worker says is the answer, and it is still that worker's seat.
+        pd.stage = Stage::Decode;
+        pd.prefilled_ns = prefilled_ns;
+        pd.reserved = None;
+        exchange.role = Role::Decode;
+        std::mem::swap(&mut exchange.tried, &mut pd.other_tried);
+    }
+    chosen
+}
+
+/// Back to the prefill leg: what was handed over serves nobody any more.
+pub(super) fn begin_anew(exchange: &mut Exchange) {
+    let Exchange { pd, tried, .. } = exchange;
+    if let Some(pd) = pd {
+        pd.params = None;
+        pd.usage = None;
+        pd.stage = Stage::Prefill;
+        pd.prefilled_ns = 0;
+        std::mem::swap(tried, &mut pd.other_tried);
+    }
+}
+
+/// Whether the worker of the running leg may have read transfer parameters.
+pub(super) fn has_given_params(exchange: &Exchange) -> bool {
+    let pd = exchange.pd.as_ref();
+    pd.is_some_and(|pd| pd.stage == Stage::Decode && pd.params.is_some() && pd.is_used)
 }
 
 /// Whether the blocks can still be there.

@@ -2,7 +2,8 @@
 //! is sent all the same, in its cheapest form, so that the blocks are fetched and freed.
 //!
 //! A session without a client, in a place of its own; it ends by itself. Invariant P1 of `pd` holds here as well: a
-//! worker that may have got the parameters is the last one to be asked.
+//! worker that may have got the parameters is the last one to be asked. So that one that cannot have read them is known
+//! from one that may have, each connection is a fresh one.
 
 use super::{Exchange, Head, Leg, PdEvent, Session, World, choose, end_leg, pd, read_head};
 use crate::route::Role;
@@ -27,16 +28,16 @@ impl Session {
         let time = config.map_or(0, |config| config.release_timeout.as_nanos() as u64);
         let at = world.now_ns() + time;
         world.deadline(at);
-        self.dial_release(world, false);
+        self.dial_release(world);
     }
 
-    fn dial_release<W: World>(&mut self, world: &mut W, fresh: bool) {
+    fn dial_release<W: World>(&mut self, world: &mut W) {
         let Some(exchange) = self.release.as_mut() else {
             return;
         };
         exchange.answer_begun = false;
         exchange.partial_head.clear();
-        match world.dial(exchange.slot, fresh) {
+        match world.dial(exchange.slot, true) {
             super::Dial::Reused => {
                 exchange.leg = Leg::Reused;
                 self.send_release(world);
@@ -78,7 +79,7 @@ impl Session {
         exchange.tried.push(exchange.slot);
         exchange.role = Role::Decode;
         match choose(exchange, world) {
-            Ok(_) => self.dial_release(world, false),
+            Ok(_) => self.dial_release(world),
             Err(_) => self.end_release(world, PdEvent::Lost),
         }
     }
@@ -131,8 +132,6 @@ impl Session {
                 super::sign(exchange, world, super::Sign::Failed);
                 self.release_elsewhere(world);
             }
-            // Closed while idle, just as we used it: nobody has read the request.
-            Leg::Reused if !exchange.answer_begun => self.dial_release(world, true),
             _ => self.end_release(world, PdEvent::Lost),
         }
     }
