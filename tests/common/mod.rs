@@ -2,6 +2,8 @@
 //! this process. Everything on loopback, port 0.
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+pub mod pd;
+
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -12,6 +14,7 @@ use corelane::Router;
 use corelane::config::{Cli, Config};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 /// One request as a worker saw it.
@@ -56,6 +59,8 @@ pub enum End {
 #[derive(Clone, Debug)]
 pub struct Reply {
     pub delay: Duration,
+    /// Nothing is sent before this turns true.
+    pub gate: Option<watch::Receiver<bool>>,
     /// Sent before anything else, as it is.
     pub raw: Option<Vec<u8>>,
     pub status: u16,
@@ -78,6 +83,7 @@ impl Reply {
     pub fn json(status: u16, body: &str) -> Reply {
         Reply {
             delay: Duration::ZERO,
+            gate: None,
             raw: None,
             status,
             fields: vec![("content-type".into(), "application/json".into())],
@@ -143,7 +149,11 @@ impl Worker {
 
     /// `keeps`: requests are recorded.
     pub async fn start_with(keeps: bool) -> Worker {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        Worker::start_at("127.0.0.1:0", keeps).await
+    }
+
+    pub async fn start_at(bind: &str, keeps: bool) -> Worker {
+        let listener = TcpListener::bind(bind).await.unwrap();
         let address = listener.local_addr().unwrap();
         let state = Arc::new(WorkerState {
             script: Mutex::new(Arc::new(|_| Reply::default())),
@@ -181,11 +191,38 @@ impl Worker {
     }
 
     pub async fn revive(&self) {
+        self.serve_on(self.listen(1024));
+    }
+
+    fn listen(&self, backlog: u32) -> TcpListener {
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_reuseaddr(true).unwrap();
         socket.bind(self.address).unwrap();
-        let listener = socket.listen(1024).unwrap();
+        socket.listen(backlog).unwrap()
+    }
+
+    fn serve_on(&self, listener: TcpListener) {
         *self.task.lock().unwrap() = Some(tokio::spawn(serve(listener, self.state.clone())));
+    }
+
+    /// As a stopped process: its port is there, but nobody accepts and the backlog is full, so that a connection to it
+    /// neither comes about nor fails.
+    pub async fn hang(&self) -> Hung {
+        self.die().await;
+        let listener = self.listen(0);
+        let mut fillers = Vec::new();
+        // On loopback a connection is there at once, or the queue is full.
+        let limit = Duration::from_millis(250);
+        while let Ok(filler) = tokio::time::timeout(limit, TcpStream::connect(self.address)).await {
+            fillers.push(filler.unwrap());
+        }
+        Hung { listener, fillers }
+    }
+
+    /// The process goes on: connections that still wait come about as the kernel tries again, within a second or three.
+    pub fn go_on(&self, hung: Hung) {
+        drop(hung.fillers);
+        self.serve_on(hung.listener);
     }
 
     pub fn in_flight(&self) -> i64 {
@@ -199,6 +236,12 @@ impl Worker {
     pub fn count(&self) -> u64 {
         self.state.count.load(Ordering::SeqCst)
     }
+}
+
+/// What [`Worker::hang`] holds. Dropped, connections to the port are refused.
+pub struct Hung {
+    listener: TcpListener,
+    fillers: Vec<TcpStream>,
 }
 
 impl Drop for Worker {
@@ -299,6 +342,13 @@ async fn or_gone<T>(
 async fn answer(stream: &mut TcpStream, state: &WorkerState, reply: Reply) -> Result<(), ()> {
     if !reply.delay.is_zero() {
         or_gone(stream, state, tokio::time::sleep(reply.delay)).await?;
+    }
+    if let Some(gate) = &reply.gate {
+        let mut gate = gate.clone();
+        or_gone(stream, state, async move {
+            let _ = gate.wait_for(|is_open| *is_open).await;
+        })
+        .await?;
     }
     let mut head = match &reply.raw {
         Some(raw) => raw.clone(),
@@ -493,6 +543,11 @@ pub fn router_unready(workers: &[&Worker], flags: &[&str]) -> Router {
 }
 
 pub fn router_unready_before(urls: &[String], flags: &[&str]) -> Router {
+    start_router(flags, &[("--worker-urls", urls)])
+}
+
+/// Starts a router with these flags, and lists of workers behind flags of their own.
+fn start_router(flags: &[&str], lists: &[(&str, &[String])]) -> Router {
     let mut line: Vec<String> = ["corelane", "--port", "0", "--prometheus-port", "0"]
         .map(String::from)
         .to_vec();
@@ -500,8 +555,10 @@ pub fn router_unready_before(urls: &[String], flags: &[&str]) -> Router {
         line.extend(["--max-connections", "4000"].map(String::from));
     }
     line.extend(flags.iter().map(|f| f.to_string()));
-    line.push("--worker-urls".into());
-    line.extend_from_slice(urls);
+    for (flag, urls) in lists {
+        line.push(flag.to_string());
+        line.extend_from_slice(urls);
+    }
     let cli = Cli::try_parse_from(line).unwrap();
     corelane::ring::raise_descriptor_limit();
     corelane::start(Config::from_cli(cli).unwrap()).unwrap()
