@@ -191,10 +191,11 @@ async fn the_books_end_at_zero_and_no_hand_over_is_forgotten_after_50_000_reques
     .await;
     let handovers = pd_total(&router, |pd| pd.handovers.value());
     println!(
-        "{requests} requests in {:?}: {} aborts, {handovers} hand-overs, {} fetched, orphans {counted:?}, {} restarts",
+        "{requests} requests in {:?}: {} aborts, {handovers} hand-overs, {} fetched, orphans {counted:?}, {} stale, {} restarts",
         began.elapsed(),
         aborts.load(Ordering::SeqCst),
         pools.transfers.fetched(),
+        pd_total(&router, |pd| pd.stale_handovers.value()),
         turn
     );
     pools.transfers.assert_kept();

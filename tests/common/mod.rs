@@ -222,6 +222,7 @@ impl Worker {
     /// The process goes on: connections that still wait come about as the kernel tries again, within a second or three.
     pub fn go_on(&self, hung: Hung) {
         drop(hung.fillers);
+        socket2::SockRef::from(&hung.listener).listen(1024).unwrap();
         self.serve_on(hung.listener);
     }
 

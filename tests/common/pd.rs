@@ -134,7 +134,7 @@ pub fn decode_answer() -> Reply {
     Reply::json(200, DECODE_BODY)
 }
 
-pub const DECODE_BODY: &str = r#"{"id":"d","object":"chat.completion","choices":[{"message":{"content":"caf\u00e9 2.50"}}],"usage":{"prompt_tokens":92,"total_tokens":99,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":91}}}"#;
+pub const DECODE_BODY: &str = r#"{"id":"d","object":"chat.completion","choices":[{"message":{"content":"caf\u00e9 2.50"}}],"usage":{"prompt_tokens":1092,"total_tokens":1099,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":1091}}}"#;
 
 /// Makes a worker a prefill worker; `fault` may answer in its stead.
 pub fn prefill_script(
