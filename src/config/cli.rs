@@ -60,6 +60,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub reliability: ReliabilityArgs,
     #[command(flatten)]
+    pub standing: StandingArgs,
+    #[command(flatten)]
     pub health: HealthArgs,
     #[command(flatten)]
     pub limits: LimitArgs,
@@ -327,11 +329,6 @@ pub struct ReliabilityArgs {
     #[arg(value_parser = BoolishValueParser::new())]
     #[arg(env = "CORELANE_DISABLE_RETRIES", hide_env = true)]
     pub disable_retries: bool,
-    /// Accepted for compatibility: there is no circuit breaker yet
-    #[arg(long)]
-    #[arg(value_parser = BoolishValueParser::new())]
-    #[arg(env = "CORELANE_DISABLE_CIRCUIT_BREAKER", hide_env = true)]
-    pub disable_circuit_breaker: bool,
     /// Longest wait for the first byte of an answer, and then between two pieces of it; no stream that flows is cut
     #[arg(long, default_value_t = 1800, value_name = "SECONDS")]
     #[arg(value_parser = value_parser!(u64).range(1..=604_800), allow_negative_numbers = true)]
@@ -367,6 +364,77 @@ pub struct ReliabilityArgs {
     #[arg(value_parser = value_parser!(u64).range(..=604_800), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_DRAIN_TIMEOUT_SECS", hide_env = true)]
     pub drain_timeout_secs: u64,
+}
+
+/// When a worker that fails, stalls or degrades gets no more requests, and how it returns.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Failing workers")]
+#[allow(missing_docs, reason = "the comments of fields are the help texts")]
+pub struct StandingArgs {
+    /// Failures that take a worker out, if they are at least half of the outcomes; 4xx, 429 and 503 do not count
+    #[arg(long, default_value_t = 10, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(1..=1_000_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_CB_FAILURE_THRESHOLD", hide_env = true)]
+    pub cb_failure_threshold: u32,
+    /// Good trial requests, one at a time, that bring it back; a bad one takes it out again
+    #[arg(long, default_value_t = 3, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(1..=1_000_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_CB_SUCCESS_THRESHOLD", hide_env = true)]
+    pub cb_success_threshold: u32,
+    /// How long it is out before it is tried again
+    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_CB_TIMEOUT_DURATION_SECS", hide_env = true)]
+    pub cb_timeout_duration_secs: u64,
+    /// How long a failure counts
+    #[arg(long, default_value_t = 120, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_CB_WINDOW_DURATION_SECS", hide_env = true)]
+    pub cb_window_duration_secs: u64,
+    /// Take no worker out for failing (refused connections, stalls and degradation are judged all the same)
+    #[arg(long)]
+    #[arg(value_parser = BoolishValueParser::new())]
+    #[arg(env = "CORELANE_DISABLE_CIRCUIT_BREAKER", hide_env = true)]
+    pub disable_circuit_breaker: bool,
+    /// A worker is stalled when it has work and shows no progress for this long while its peers are well. Less
+    /// is enough where its pool usually answers faster, and more is given for long prompts and where requests
+    /// usually are silent for longer (0: never)
+    #[arg(long, default_value_t = 3000, value_name = "MILLISECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(..=3_600_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_STALL_WINDOW_MS", hide_env = true)]
+    pub stall_window_ms: u64,
+    /// ... and has at least this many requests in flight
+    #[arg(long, default_value_t = 2, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(1..=1_000_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_STALL_MIN_REQUESTS", hide_env = true)]
+    pub stall_min_requests: u32,
+    /// A worker is degraded when its pieces per second and stream are below this share of the median of its peers,
+    /// of which there must be two, 0 to 1 (0: never; for pools whose workers send pieces of different size)
+    #[arg(long, default_value_t = 0.2, value_name = "RATIO")]
+    #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_DEGRADED_RATIO", hide_env = true)]
+    pub degraded_ratio: f64,
+    /// ... for half of this time, measured over about the other half
+    #[arg(long, default_value_t = 5, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_DEGRADED_WINDOW_SECS", hide_env = true)]
+    pub degraded_window_secs: u64,
+    /// ... and it has at least this many streams
+    #[arg(long, default_value_t = 4, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(1..=1_000_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_DEGRADED_MIN_REQUESTS", hide_env = true)]
+    pub degraded_min_requests: u32,
+    /// Greatest share of the ready workers of a role that may be out for failing, stalls and degradation, 0 to 1;
+    /// the last one never is
+    #[arg(long, default_value_t = 0.5, value_name = "RATIO")]
+    #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_EJECTED_SHARE_MAX", hide_env = true)]
+    pub ejected_share_max: f64,
+    /// A worker that returns gets a tenth of its share first, and all of it after this time (0: at once)
+    #[arg(long, default_value_t = 10, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(..=86_400), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_SLOW_START_SECS", hide_env = true)]
+    pub slow_start_secs: u64,
 }
 
 /// Probing the workers.

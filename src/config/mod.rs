@@ -8,6 +8,7 @@ mod cli;
 mod machine;
 mod parse;
 mod pd;
+mod standing;
 mod worker_url;
 
 use std::fmt;
@@ -19,10 +20,11 @@ use clap::Parser;
 
 pub use cli::{
     Cli, Command, HealthArgs, LimitArgs, ListenerArgs, MachineArgs, ObservabilityArgs, PdArgs,
-    PolicyArgs, ReliabilityArgs, ServeArgs,
+    PolicyArgs, ReliabilityArgs, ServeArgs, StandingArgs,
 };
 pub use machine::{Limit, connections_of, cpu_count, descriptor_limits, limit};
 pub use pd::{BOOTSTRAP_PORT, Connector, PdConfig, WorkerSpec};
+pub use standing::StandingConfig;
 pub use worker_url::{WorkerUrl, WorkerUrlError};
 
 use crate::route::{Role, Settings};
@@ -169,6 +171,8 @@ pub struct Config {
 
     /// Probes.
     pub health: HealthConfig,
+    /// Workers that fail, stall or degrade.
+    pub standing: StandingConfig,
 
     /// Largest body of a routed request, inclusive.
     pub body_bytes_max: usize,
@@ -232,6 +236,7 @@ impl Config {
             policy,
             pd,
             reliability,
+            standing,
             health,
             limits,
             observability,
@@ -297,6 +302,7 @@ impl Config {
                 interval: secs(health.health_check_interval_secs),
                 endpoint: health.health_check_endpoint.into(),
             },
+            standing: StandingConfig::from_args(&standing),
             body_bytes_max: size("max-payload-size", limits.max_payload_size)?,
             connection_count_max: match limits.max_connections {
                 0 => machine::connection_count_max(),
@@ -341,8 +347,11 @@ impl Config {
     /// The effective settings for operators. Listed one by one, so that nothing secret slips in.
     pub fn public_json(&self) -> serde_json::Value {
         let mut shown = self.general_json();
-        if let (Some(pd), Some(shown)) = (&self.pd, shown.as_object_mut()) {
-            shown.insert("pd".to_owned(), pd.public_json());
+        if let Some(shown) = shown.as_object_mut() {
+            shown.extend(self.standing.public_json());
+            if let Some(pd) = &self.pd {
+                shown.insert("pd".to_owned(), pd.public_json());
+            }
         }
         shown
     }

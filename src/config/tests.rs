@@ -59,6 +59,19 @@ fn defaults_are_those_of_vllm_router_where_not_said_otherwise() {
         (5, 10)
     );
     assert_eq!(config.retry.retries_max, 5);
+    let standing = &config.standing;
+    assert_eq!(
+        (standing.failure_threshold, standing.success_threshold),
+        (10, 3)
+    );
+    assert_eq!(
+        (
+            standing.breaker_timeout.as_secs(),
+            standing.breaker_window.as_secs()
+        ),
+        (60, 120)
+    );
+    assert!(standing.has_breaker);
     assert_eq!(
         config.request_id_headers,
         [
@@ -125,6 +138,12 @@ fn mistakes_name_their_flag() {
         "--cores 1024",
         "--recv-buffer-count 500",
         "--log-level loud",
+        "--cb-failure-threshold 0",
+        "--cb-window-duration-secs 0",
+        "--stall-min-requests 0",
+        "--degraded-ratio 1.1",
+        "--ejected-share-max nan",
+        "--slow-start-secs -1",
         "--policy consistent_hashingg",
         "--policy power_of_two --worker-urls http://a:1",
         "--worker-urls https://a:1",
@@ -165,6 +184,7 @@ fn help_is_grouped_and_names_every_flag_once() {
         "Listener and workers",
         "Policy",
         "Reliability",
+        "Failing workers",
         "Health",
         "Limits",
         "Observability",
@@ -316,4 +336,26 @@ fn a_threshold_of_a_role_holds_also_when_its_policy_falls_back_to_that_of_all() 
     let shown = config.public_json();
     assert_eq!(shown["pd"]["prefill"]["balance_abs_threshold"], 3);
     assert_eq!(shown["pd"]["decode"]["policy"], "round_robin");
+}
+
+/// Listed one by one, so a new flag is easily forgotten: what is typed must be what is shown.
+#[test]
+fn the_flags_of_failing_workers_are_shown_as_typed() {
+    let config = parse(
+        "--cb-failure-threshold 4 --cb-success-threshold 2 --cb-timeout-duration-secs 7 \
+         --cb-window-duration-secs 8 --disable-circuit-breaker --stall-window-ms 1500 --stall-min-requests 3 \
+         --degraded-ratio 0.25 --degraded-window-secs 9 --degraded-min-requests 6 --ejected-share-max 0.75 \
+         --slow-start-secs 0",
+    )
+    .unwrap();
+    let shown = config.public_json();
+    let wanted = serde_json::json!({
+        "cb_failure_threshold": 4, "cb_success_threshold": 2, "cb_timeout_duration_secs": 7,
+        "cb_window_duration_secs": 8, "disable_circuit_breaker": true, "stall_window_ms": 1500,
+        "stall_min_requests": 3, "degraded_ratio": 0.25, "degraded_window_secs": 9, "degraded_min_requests": 6,
+        "ejected_share_max": 0.75, "slow_start_secs": 0,
+    });
+    for (name, value) in wanted.as_object().unwrap() {
+        assert_eq!(shown.get(name), Some(value), "{name}");
+    }
 }
