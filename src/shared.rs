@@ -421,6 +421,8 @@ pub struct WorkerStats {
     pub busy: Counter,
     /// Answers below 400 that came whole, and streams of events that began.
     pub successes: Counter,
+    /// Answers that came to their end, 4xx among them.
+    pub completions: Counter,
     /// Pieces of answers after their heads: progress.
     pub pieces: Counter,
     /// Requests sent to it while it was out, to see whether it is well: the good and the bad ones.
@@ -547,6 +549,7 @@ impl CoreStats {
                     errors: Counter::new(),
                     busy: Counter::new(),
                     successes: Counter::new(),
+                    completions: Counter::new(),
                     pieces: Counter::new(),
                     trials_good: Counter::new(),
                     trials_bad: Counter::new(),

@@ -441,7 +441,9 @@ async fn workers_see_an_id_that_contains_the_clients_and_is_unique_and_clients_s
             _ => "",
         };
         let mut client = Client::open(router.address).await;
-        client.send(&request_with(field, &chat(["x", "stream"][n % 2]))).await;
+        client
+            .send(&request_with(field, &chat(["x", "stream"][n % 2])))
+            .await;
         let answer = client.answer(false).await.unwrap();
         let own = answer.field("x-request-id").expect("an id").to_string();
         if !field.is_empty() {

@@ -408,6 +408,11 @@ pub struct StandingArgs {
     #[arg(value_parser = value_parser!(u32).range(1..=1_000_000), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_STALL_MIN_REQUESTS", hide_env = true)]
     pub stall_min_requests: u32,
+    /// What becomes of requests that wait for the first byte of a stalled worker
+    #[arg(long, default_value = "retry", value_name = "WHAT")]
+    #[arg(value_parser = ["retry", "wait"])]
+    #[arg(env = "CORELANE_STALLED_REQUESTS", hide_env = true)]
+    pub stalled_requests: String,
     /// A worker is degraded when its pieces per second and stream are below this share of the median of its peers,
     /// of which there must be two, 0 to 1 (0: never; for pools whose workers send pieces of different size)
     #[arg(long, default_value_t = 0.2, value_name = "RATIO")]

@@ -22,6 +22,8 @@ pub struct StandingConfig {
     pub stall_window: Duration,
     /// Requests in flight for a stall, at least 1.
     pub stall_requests_min: u32,
+    /// Requests that wait for a stalled worker's first byte go to another one.
+    pub moves_stalled: bool,
     /// Share of the peers' median speed below which a worker is degraded, 0 to 1; 0: never.
     pub degraded_ratio: f64,
     /// Time in which degradation is found.
@@ -45,6 +47,7 @@ impl StandingConfig {
             breaker_window: secs(args.cb_window_duration_secs),
             stall_window: Duration::from_millis(args.stall_window_ms),
             stall_requests_min: args.stall_min_requests,
+            moves_stalled: args.stalled_requests == "retry",
             degraded_ratio: args.degraded_ratio,
             degraded_window: secs(args.degraded_window_secs),
             degraded_requests_min: args.degraded_min_requests,
@@ -70,6 +73,10 @@ impl StandingConfig {
             ),
             ("stall_window_ms", ms.into()),
             ("stall_min_requests", self.stall_requests_min.into()),
+            (
+                "stalled_requests",
+                if self.moves_stalled { "retry" } else { "wait" }.into(),
+            ),
             ("degraded_ratio", self.degraded_ratio.into()),
             (
                 "degraded_window_secs",

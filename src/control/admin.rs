@@ -18,7 +18,7 @@ use tokio::task::JoinSet;
 use tower::ServiceExt;
 
 use super::probe::Target;
-use super::registry::{AddError, Entry, Key, Rank};
+use super::registry::{AddError, Entry, Key, Rank, Registry};
 use super::{Plane, models, probe, reply};
 use crate::config::{WorkerSpec, WorkerUrl};
 use crate::route::Role;
@@ -502,7 +502,7 @@ async fn workers(State(plane): Plain) -> Response {
     let registry = plane.registry();
     let list: Vec<Value> = registry
         .workers()
-        .map(|(entry, rank)| describe(&plane, entry, rank))
+        .map(|(entry, rank)| describe(&plane, &registry, entry, rank))
         .collect();
     let draining: Vec<Value> = registry
         .retiring()
@@ -532,7 +532,7 @@ async fn workers(State(plane): Plain) -> Response {
     reply::json(StatusCode::OK, &body)
 }
 
-fn describe(plane: &Plane, entry: &Entry, rank: &Rank) -> Value {
+fn describe(plane: &Plane, registry: &Registry, entry: &Entry, rank: &Rank) -> Value {
     let ids: Vec<&str> = entry.models.iter().map(|model| &*model.id).collect();
     let mut fields = json!({
         "url": &*rank.label,
@@ -540,7 +540,7 @@ fn describe(plane: &Plane, entry: &Entry, rank: &Rank) -> Value {
         "models": ids,
         "worker_type": entry.role.label(),
         "is_healthy": entry.is_ready(),
-        "state": entry.state(),
+        "state": registry.state(entry, rank),
         "load": plane.shared.books.in_flight(rank.id.slot),
         "connection_mode": "http",
         "priority": 50,
@@ -562,7 +562,7 @@ fn describe(plane: &Plane, entry: &Entry, rank: &Rank) -> Value {
 async fn worker(State(plane): Plain, Path(text): Path<String>) -> Response {
     let registry = plane.registry();
     match registry.worker(&text) {
-        Some((entry, rank)) => reply::json(StatusCode::OK, &describe(&plane, entry, rank)),
+        Some((entry, rank)) => reply::json(StatusCode::OK, &describe(&plane, &registry, entry, rank)),
         None => not_found(&text),
     }
 }
@@ -644,7 +644,7 @@ async fn create_worker(State(plane): Plain, body: Bytes) -> Response {
     let registry = plane.registry();
     let description = registry
         .worker(url.text())
-        .map(|(entry, rank)| describe(&plane, entry, rank));
+        .map(|(entry, rank)| describe(&plane, &registry, entry, rank));
     let body = json!({"status": word, "worker_id": &**url.text(), "worker": description, "ignored_fields": ignored});
     let mut response = reply::json(status, &body);
     let location =

@@ -15,6 +15,7 @@ use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::registry::Registry;
 use shards::HistogramSnapshot;
 
+use super::standing::Standing;
 use super::{Plane, WorkerView, reply};
 use crate::route::{Reason, Role};
 use crate::shared::{CoreStats, Outcome, PdStats, Route, WHOLE_REASONS};
@@ -318,6 +319,20 @@ impl Scrape {
             "1: may get new requests",
             each(|w| u64::from(w.state == "ready")),
         )?;
+        let registry = self.0.registry();
+        out.gauges(
+            "vllm_router_cb_state",
+            "0: closed, 1: open, 2: half-open; of whatever took the worker out",
+            workers.iter().map(|worker| {
+                let state = match registry.standing(worker.id) {
+                    Standing::Good { .. } => 0,
+                    Standing::Out { .. } => 1,
+                    Standing::Trial { .. } => 2,
+                };
+                (label(worker), state)
+            }),
+        )?;
+        drop(registry);
         out.gauges(
             "vllm_router_worker_load",
             "Exchanges in flight",

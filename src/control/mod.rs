@@ -19,7 +19,7 @@ mod ranks;
 mod registry;
 mod reply;
 #[allow(dead_code, reason = "the control loop does not ask it yet")]
-mod standing;
+pub mod standing;
 mod totals;
 mod watch;
 mod zmtp;
@@ -40,6 +40,8 @@ use registry::{AddError, Entry, Rank, Registered, Registration, Registry};
 /// How often ended lives are looked at while there are any, and otherwise.
 const SWEEP_PAUSE_BUSY: Duration = Duration::from_millis(20);
 const SWEEP_PAUSE_IDLE: Duration = Duration::from_secs(1);
+/// How often it is looked at what the workers do.
+const JUDGE_INTERVAL: Duration = Duration::from_millis(250);
 
 /// What the tasks of the control thread share.
 pub(crate) struct Plane {
@@ -146,6 +148,13 @@ impl Plane {
         })
     }
 
+    fn judge(&self) {
+        let has_changed = self.registry().judge();
+        if has_changed {
+            self.announce_change();
+        }
+    }
+
     fn remove(&self, key: registry::Key) -> bool {
         let is_removed = self.registry().remove(key);
         self.announce_change();
@@ -170,7 +179,8 @@ pub struct WorkerView {
     pub url: Arc<str>,
     /// What it does.
     pub role: Role,
-    /// `starting`, `ready`, `unhealthy`, `silent` (does not register any more) or `draining`.
+    /// `starting`, `ready`, `unhealthy`, `silent` (does not register any more) or `draining`; `failing`, `refused`,
+    /// `stalled` or `degraded` while it is out although its probes are good.
     pub state: &'static str,
     /// Where it counts in the books.
     pub id: shards::WorkerId,
@@ -292,6 +302,8 @@ async fn run(
     let admin = admin::Admin::new(plane.clone());
     let drain = Drain::new(plane.shared.clone());
     let mut changes = plane.changes.subscribe();
+    let mut judge_tick = tokio::time::interval(JUDGE_INTERVAL);
+    judge_tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         let pause = if plane.registry().sweep() {
             SWEEP_PAUSE_BUSY
@@ -311,6 +323,12 @@ async fn run(
                 }
             },
             _ = changes.changed() => {}
+            _ = judge_tick.tick() => plane.judge(),
+            () = plane.shared.refused_bell.notified() => {
+                plane.judge();
+                // A good probe brings back whom a single reset took out.
+                plane.probe_now.send_modify(|count| *count += 1);
+            }
             () = tokio::time::sleep(pause) => {}
         }
     }
@@ -484,7 +502,7 @@ impl Plane {
             ..view_of(
                 rank.label.clone(),
                 entry.role,
-                entry.state(),
+                registry.state(entry, rank),
                 rank.id,
                 &load,
                 totals,

@@ -12,17 +12,20 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use ahash::AHashSet;
-use shards::{Publisher, SLOT_COUNT_MAX, Slot, WorkerId};
+use shards::{Counter, Publisher, SLOT_COUNT_MAX, Slot, WorkerId};
 use tokio::time::Instant;
 
 use super::discovery::LEASE;
 use super::health::{Failure, Phase, Tracker, Verdict};
 use super::models::Model;
 use super::mooncake::EngineIds;
+use super::standing::{Observation, Standing, Standings, Why};
 use super::totals::Totals;
 use crate::config::{BOOTSTRAP_PORT, Connector, WORKER_COUNT_MAX, WorkerSpec, WorkerUrl};
 use crate::route::Role;
-use crate::shared::{Exceptions, Fleet, KvFacts, Shared, ToCore, TransferMode, Worker};
+use crate::shared::{
+    Exceptions, Fleet, KvFacts, Shared, ToCore, TransferMode, Trial, Worker, WorkerStats,
+};
 
 /// Names one registration; the same URL added again is another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +54,7 @@ pub struct Entry {
     pub was_added: bool,
     tracker: Tracker,
     good_count: u32,
+    bad_count: u32,
     /// Of an engine that registered itself.
     lease: Option<Lease>,
     /// As it registered.
@@ -300,6 +304,8 @@ pub struct Registry {
     retiring: Vec<Retiring>,
     free: VecDeque<Slot>,
     next_key: u64,
+    standings: Standings<WorkerId>,
+    started: Instant,
 }
 
 impl Registry {
@@ -314,12 +320,14 @@ impl Registry {
         let slot_count = u16::try_from(slot_count.min(SLOT_COUNT_MAX)).unwrap_or(u16::MAX);
         let free = (0..slot_count).map(Slot).collect();
         Registry {
-            shared,
             publisher,
             entries: Vec::new(),
             retiring: Vec::new(),
             free,
             next_key: 0,
+            standings: Standings::new(shared.config.standing, shared.config.health.interval),
+            started: Instant::now(),
+            shared,
         }
     }
 
@@ -420,6 +428,7 @@ impl Registry {
             was_added,
             tracker: Tracker::new(&self.shared.config.health),
             good_count: 0,
+            bad_count: 0,
             lease: None,
             told: Told::default(),
             needs_engine_ids: self.needs_engine_ids(role),
@@ -675,6 +684,7 @@ impl Registry {
                 }
             }
             Err(failure) => {
+                entry.bad_count = entry.bad_count.wrapping_add(1);
                 entry.last_failure = Some(failure);
                 if let Some(lease) = entry.lease.as_mut().filter(|lease| !lease.is_there) {
                     lease.was_gone |= failure.is_gone();
@@ -879,10 +889,119 @@ impl Registry {
         }
     }
 
+    /// Looks at what the workers did since the last time, and publishes who gets requests if that has changed. To be
+    /// called several times a second, and when a core could not reach somebody.
+    pub fn judge(&mut self) -> bool {
+        while self.shared.refused.pop().is_some() {}
+        let observations: Vec<(WorkerId, Observation)> = self
+            .workers()
+            .map(|(entry, rank)| (rank.id, self.observe(entry, rank.id.slot)))
+            .collect();
+        let changed = self.standings.judge(self.started.elapsed(), &observations);
+        for (id, standing) in &changed {
+            self.announce_standing(*id, *standing);
+        }
+        if !changed.is_empty() {
+            self.publish();
+        }
+        // After the publication, so that nothing moves back.
+        let stalled = changed
+            .iter()
+            .filter(|(_, standing)| *standing == Standing::Out { why: Why::Stalled });
+        for (id, _) in stalled {
+            if self.shared.config.standing.moves_stalled {
+                for core in &self.shared.cores {
+                    core.post(ToCore::Stalled(id.slot));
+                }
+            }
+        }
+        !changed.is_empty()
+    }
+
+    /// How a worker stands.
+    pub fn standing(&self, id: WorkerId) -> Standing {
+        self.standings.standing(id)
+    }
+
+    /// The state of one worker of an engine: the engine's, or why the worker is out although the engine is ready.
+    pub fn state(&self, entry: &Entry, rank: &Rank) -> &'static str {
+        match self.standing(rank.id) {
+            Standing::Out { why } | Standing::Trial { why, .. } if entry.is_ready() => why.label(),
+            _ => entry.state(),
+        }
+    }
+
+    fn observe(&self, entry: &Entry, slot: Slot) -> Observation {
+        let load = self.shared.books.load(slot);
+        let sum = |count: fn(&WorkerStats) -> &Counter| -> u64 {
+            let cores = self.shared.cores.iter();
+            cores
+                .filter_map(|core| core.stats.workers.get(usize::from(slot.0)))
+                .map(|stats| count(stats).value())
+                .sum()
+        };
+        // In the order of the fields: see `Observation`.
+        Observation {
+            role: entry.role,
+            is_ready: entry.is_ready(),
+            probes_good: u64::from(entry.good_count),
+            probes_bad: u64::from(entry.bad_count),
+            trials_good: sum(|stats| &stats.trials_good),
+            trials_bad: sum(|stats| &stats.trials_bad),
+            refused: sum(|stats| &stats.refused),
+            failures: sum(|stats| &stats.failures) + sum(|stats| &stats.errors),
+            successes: sum(|stats| &stats.successes),
+            pieces: sum(|stats| &stats.pieces),
+            completions: sum(|stats| &stats.completions),
+            in_flight: load.in_flight,
+            waiting: load.waiting,
+            waiting_bytes: load.waiting_bytes,
+            chosen: sum(|stats| &stats.chosen),
+        }
+    }
+
+    fn announce_standing(&self, id: WorkerId, standing: Standing) {
+        let Some((_, rank)) = self.workers().find(|(_, rank)| rank.id == id) else {
+            return;
+        };
+        let worker = &rank.label;
+        match standing {
+            Standing::Out { why } => {
+                tracing::warn!(%worker, reason = why.label(), "worker is out: no new requests");
+            }
+            Standing::Trial { why, .. } => {
+                tracing::debug!(%worker, reason = why.label(), "worker is tried with single requests");
+            }
+            Standing::Good { share } if share >= 1.0 => {
+                tracing::info!(%worker, "worker gets its full share");
+            }
+            Standing::Good { .. } => {}
+        }
+    }
+
+    fn exceptions(&self) -> Exceptions {
+        let mut exceptions = Exceptions::default();
+        for (_, rank) in self.workers() {
+            match self.standings.standing(rank.id) {
+                Standing::Trial { load_max, .. } => exceptions.trials.push(Trial {
+                    slot: rank.id.slot,
+                    load_max,
+                }),
+                Standing::Good { share } if share < 1.0 => {
+                    let percent = (share * 100.0) as u8;
+                    exceptions.easing.push((rank.id.slot, percent));
+                }
+                Standing::Good { .. } | Standing::Out { .. } => {}
+            }
+        }
+        exceptions
+    }
+
     fn publish(&mut self) {
+        let is_out = |id| matches!(self.standings.standing(id), Standing::Out { .. });
         let eligible = self
             .workers()
-            .filter(|(entry, _)| entry.is_ready())
+            .filter(|(entry, rank)| entry.is_ready() && !is_out(rank.id))
             .filter_map(|(entry, rank)| worker_of(entry, rank))
             .collect();
         let known_models: AHashSet<Arc<str>> = self
@@ -892,7 +1011,7 @@ impl Registry {
             .collect();
         self.publisher.publish(Fleet::new(
             eligible,
-            &Exceptions::default(),
+            &self.exceptions(),
             known_models,
             self.worker_count(),
         ));

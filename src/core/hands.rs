@@ -470,6 +470,7 @@ impl World for Hands<'_, '_> {
             Sign::Error => stats.errors.add(1),
             Sign::Busy => stats.busy.add(1),
             Sign::Good => stats.successes.add(1),
+            Sign::Ended => stats.completions.add(1),
         }
         match sign {
             Sign::Good if is_trial => stats.trials_good.add(1),

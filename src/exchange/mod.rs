@@ -1212,6 +1212,7 @@ impl Session {
             400..500 => Outcome::ClientError,
             _ => Outcome::WorkerError,
         };
+        sign(&exchange, world, Sign::Ended);
         if outcome == Outcome::Ok && !exchange.is_event_stream {
             sign(&exchange, world, Sign::Good);
         }

@@ -325,6 +325,7 @@ impl Session {
             );
             return self.fail(world, &refusal);
         }
+        world.judge(*slot, super::Sign::Ended, *is_trial);
         world.judge(*slot, super::Sign::Good, *is_trial);
         pd.params = params;
         pd.is_used = false;

@@ -52,6 +52,8 @@ pub enum Sign {
     Busy,
     /// An answer below 400, whole; of a stream its begin.
     Good,
+    /// An answer has come to its end, whatever it said.
+    Ended,
 }
 
 /// What happened to a request in two legs, to be counted.
