@@ -26,8 +26,9 @@ use crate::config::StandingConfig;
 use crate::route::Role;
 use evidence::{Failures, Pool, Rhythm, Speed, Work};
 
-/// Longest time between two ticks that counts as silence: when this thread slept, so may have the cores.
-const STEP_MAX: Duration = Duration::from_millis(500);
+/// Longest time between two ticks that counts as silence: when this thread slept, so may have the cores. Less than the
+/// shortest stall, so that no single tick makes one.
+const STEP_MAX: Duration = Duration::from_millis(400);
 /// First pause before a stalled or degraded worker is tried; it doubles up to the second.
 const PAUSE_MIN: Duration = Duration::from_secs(10);
 const PAUSE_MAX: Duration = Duration::from_secs(60);
