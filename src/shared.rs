@@ -642,10 +642,10 @@ pub struct Shared {
     pub cores: Box<[CoreShared]>,
     /// Where cores hand admin requests over. Bounded: full means 503.
     pub admin: tokio::sync::mpsc::Sender<AdminRequest>,
-    /// Workers that a core could not reach; the control thread looks at them at once.
-    pub refused: SegQueue<Slot>,
-    /// Wakes the control thread for that.
-    pub refused_bell: tokio::sync::Notify,
+    /// Rung when an attempt has failed: the control thread looks at the workers at once.
+    pub failure_bell: tokio::sync::Notify,
+    /// Set with it when a worker could not be reached: it is probed at once.
+    pub is_refused: AtomicBool,
     /// Set when draining began: new answers say `connection: close`.
     pub draining: AtomicBool,
 }

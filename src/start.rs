@@ -93,8 +93,8 @@ pub fn start(config: Config) -> Result<Router, StartError> {
         fleet,
         cores,
         admin,
-        refused: Default::default(),
-        refused_bell: Default::default(),
+        failure_bell: Default::default(),
+        is_refused: Default::default(),
         draining: AtomicBool::new(false),
     });
     let control =

@@ -562,7 +562,9 @@ fn describe(plane: &Plane, registry: &Registry, entry: &Entry, rank: &Rank) -> V
 async fn worker(State(plane): Plain, Path(text): Path<String>) -> Response {
     let registry = plane.registry();
     match registry.worker(&text) {
-        Some((entry, rank)) => reply::json(StatusCode::OK, &describe(&plane, &registry, entry, rank)),
+        Some((entry, rank)) => {
+            reply::json(StatusCode::OK, &describe(&plane, &registry, entry, rank))
+        }
         None => not_found(&text),
     }
 }

@@ -18,12 +18,12 @@ pub mod probe;
 mod ranks;
 mod registry;
 mod reply;
-#[allow(dead_code, reason = "the control loop does not ask it yet")]
 pub mod standing;
 mod totals;
 mod watch;
 mod zmtp;
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -40,6 +40,8 @@ use registry::{AddError, Entry, Rank, Registered, Registration, Registry};
 /// How often ended lives are looked at while there are any, and otherwise.
 const SWEEP_PAUSE_BUSY: Duration = Duration::from_millis(20);
 const SWEEP_PAUSE_IDLE: Duration = Duration::from_secs(1);
+/// Least time between two looks at workers that fail.
+const JUDGE_PAUSE: Duration = Duration::from_millis(2);
 /// How often it is looked at what the workers do.
 const JUDGE_INTERVAL: Duration = Duration::from_millis(250);
 
@@ -324,10 +326,15 @@ async fn run(
             },
             _ = changes.changed() => {}
             _ = judge_tick.tick() => plane.judge(),
-            () = plane.shared.refused_bell.notified() => {
+            () = plane.shared.failure_bell.notified() => {
                 plane.judge();
                 // A good probe brings back whom a single reset took out.
-                plane.probe_now.send_modify(|count| *count += 1);
+                // ORDERING: Relaxed; it says "probe" and publishes nothing, the bell brought us here.
+                if plane.shared.is_refused.swap(false, Ordering::Relaxed) {
+                    plane.probe_now.send_modify(|count| *count += 1);
+                }
+                // Not for each of a thousand failures.
+                tokio::time::sleep(JUDGE_PAUSE).await;
             }
             () = tokio::time::sleep(pause) => {}
         }

@@ -55,6 +55,8 @@ pub struct Entry {
     tracker: Tracker,
     good_count: u32,
     bad_count: u32,
+    /// Pieces and ends of answers that its workers had sent at the last probe.
+    progress: u64,
     /// Of an engine that registered itself.
     lease: Option<Lease>,
     /// As it registered.
@@ -429,6 +431,7 @@ impl Registry {
             tracker: Tracker::new(&self.shared.config.health),
             good_count: 0,
             bad_count: 0,
+            progress: 0,
             lease: None,
             told: Told::default(),
             needs_engine_ids: self.needs_engine_ids(role),
@@ -669,8 +672,15 @@ impl Registry {
     /// Takes a probe's outcome. None: that registration is gone.
     pub fn apply(&mut self, key: Key, probed: Probed) -> Option<Applied> {
         let index = self.entries.iter().position(|entry| entry.key == key)?;
+        let progress = self.progress(&self.entries[index]);
         let entry = &mut self.entries[index];
-        let verdict = entry.tracker.record(probed.outcome.map(|_| ()));
+        let has_progressed = std::mem::replace(&mut entry.progress, progress) != progress;
+        let outcome = match probed.outcome {
+            // Too busy for its probe (compiling, say), yet bytes come: alive.
+            Err(Failure::Timeout) if has_progressed && entry.phase() == Phase::Ready => Ok(()),
+            outcome => outcome.map(|_| ()),
+        };
+        let verdict = entry.tracker.record(outcome);
         let mut has_changed = verdict != Verdict::Same;
         let mut is_new_life = verdict == Verdict::Ready { is_new_life: true };
         match probed.outcome {
@@ -892,7 +902,6 @@ impl Registry {
     /// Looks at what the workers did since the last time, and publishes who gets requests if that has changed. To be
     /// called several times a second, and when a core could not reach somebody.
     pub fn judge(&mut self) -> bool {
-        while self.shared.refused.pop().is_some() {}
         let observations: Vec<(WorkerId, Observation)> = self
             .workers()
             .map(|(entry, rank)| (rank.id, self.observe(entry, rank.id.slot)))
@@ -931,15 +940,27 @@ impl Registry {
         }
     }
 
+    /// A counter of a slot, all cores together.
+    fn sum(&self, slot: Slot, count: fn(&WorkerStats) -> &Counter) -> u64 {
+        let cores = self.shared.cores.iter();
+        cores
+            .filter_map(|core| core.stats.workers.get(usize::from(slot.0)))
+            .map(|stats| count(stats).value())
+            .sum()
+    }
+
+    fn progress(&self, entry: &Entry) -> u64 {
+        let slots = entry.ranks.iter().map(|rank| rank.id.slot);
+        slots
+            .map(|slot| {
+                self.sum(slot, |stats| &stats.pieces) + self.sum(slot, |stats| &stats.completions)
+            })
+            .sum()
+    }
+
     fn observe(&self, entry: &Entry, slot: Slot) -> Observation {
         let load = self.shared.books.load(slot);
-        let sum = |count: fn(&WorkerStats) -> &Counter| -> u64 {
-            let cores = self.shared.cores.iter();
-            cores
-                .filter_map(|core| core.stats.workers.get(usize::from(slot.0)))
-                .map(|stats| count(stats).value())
-                .sum()
-        };
+        let sum = |count| self.sum(slot, count);
         // In the order of the fields: see `Observation`.
         Observation {
             role: entry.role,

@@ -92,8 +92,8 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
             .map(|_| CoreShared::new(slot_count).unwrap())
             .collect(),
         admin,
-        refused: Default::default(),
-        refused_bell: Default::default(),
+        failure_bell: Default::default(),
+        is_refused: Default::default(),
         draining: AtomicBool::new(false),
     });
     Parts {

@@ -1,5 +1,6 @@
 //! The world of a session as the core makes it: sockets through the ring, choices through the shards.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use shards::{LoadGuard, Pin, Slot};
@@ -462,27 +463,26 @@ impl World for Hands<'_, '_> {
     fn judge(&mut self, slot: Slot, sign: Sign, is_trial: bool) {
         let stats = &self.core.stats().workers[usize::from(slot.0)];
         match sign {
+            Sign::Ended => return stats.completions.add(1),
+            Sign::Busy => return stats.busy.add(1),
+            // A trial's outcome is counted apart: results of older requests must not be taken for it.
+            Sign::Good if is_trial => return stats.trials_good.add(1),
+            Sign::Good => return stats.successes.add(1),
+            Sign::Refused | Sign::Failed | Sign::Error if is_trial => stats.trials_bad.add(1),
             Sign::Refused => {
                 stats.failures.add(1);
                 stats.refused.add(1);
             }
             Sign::Failed => stats.failures.add(1),
             Sign::Error => stats.errors.add(1),
-            Sign::Busy => stats.busy.add(1),
-            Sign::Good => stats.successes.add(1),
-            Sign::Ended => stats.completions.add(1),
         }
-        match sign {
-            Sign::Good if is_trial => stats.trials_good.add(1),
-            Sign::Refused | Sign::Failed | Sign::Error if is_trial => stats.trials_bad.add(1),
-            _ => {}
-        }
+        let core = &mut *self.core;
         if sign == Sign::Refused {
-            let until_ns = self.turn.now_ns + SHUN_NS;
-            self.core.shunned.push((slot, until_ns));
-            self.core.shared.refused.push(slot);
-            self.core.shared.refused_bell.notify_one();
+            core.shunned.push((slot, self.turn.now_ns + SHUN_NS));
+            // ORDERING: Relaxed; it says "probe" and publishes nothing, the bell brings the reader here.
+            core.shared.is_refused.store(true, Ordering::Relaxed);
         }
+        core.shared.failure_bell.notify_one();
     }
 
     fn may_retry(&mut self) -> bool {
