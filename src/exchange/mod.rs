@@ -492,6 +492,7 @@ impl Session {
         exchange.retries += 1;
         exchange.leg = Leg::None;
         pd::begin_anew(exchange);
+        pd::renew_ids(exchange, world);
         self.seat(world);
     }
 
@@ -1229,7 +1230,13 @@ impl Session {
         };
         end_leg(&exchange, world, false);
         let relay = exchange.relay;
-        if exchange.is_event_stream && exchange.outgoing.is_between_chunks() {
+        let takes_event = match relay {
+            // Between chunks of the worker's; ours are whole.
+            Relay::AsIs => exchange.outgoing.is_between_chunks(),
+            Relay::Chunks => true,
+            Relay::Unframed | Relay::Nothing => false,
+        };
+        if exchange.is_event_stream && takes_event {
             let mut out = world.buffer();
             push_chunk(&mut out, BROKEN_OFF_EVENT);
             world.send(out);
@@ -1661,7 +1668,8 @@ fn limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
         State::Relaying => exchange.last_piece_ns,
         _ => match &exchange.pd {
             Some(pd) if pd.is_collecting => exchange.last_piece_ns,
-            Some(pd) => pd.since_ns().unwrap_or(exchange.complete_ns),
+            // Each prefill worker has the whole time: one that was silent has taken none of the next one's.
+            Some(pd) => pd.since_ns().unwrap_or(exchange.dialed_ns),
             None => exchange.complete_ns,
         },
     };

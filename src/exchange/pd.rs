@@ -226,14 +226,12 @@ impl Session {
                 self.collect(world, rest);
                 true
             }
-            // Busy, or a gateway's: the client may make sense of it.
-            502..=504 => false,
-            500.. => {
+            500 | 501 | 505.. => {
                 let refusal = Refusal::new(502, "prefill_failed", "the prefill worker failed");
                 self.fail(world, &refusal);
                 true
             }
-            // The client's own doing: it gets the worker's words, and decode never starts.
+            // The client's own doing; or busy, or a gateway's words, which it may make sense of. Decode never starts.
             _ => {
                 pd.reserved = None;
                 false
@@ -294,7 +292,11 @@ impl Session {
             return;
         };
         let Exchange {
-            pd, slot, is_trial, ..
+            pd,
+            slot,
+            seat,
+            is_trial,
+            ..
         } = &mut **exchange;
         let Some(pd) = pd else { return };
         let Ok(answer) = route::read_prefill_answer(&pd.collected) else {
@@ -329,7 +331,8 @@ impl Session {
         world.judge(*slot, super::Sign::Good, *is_trial);
         pd.params = params;
         pd.is_used = false;
-        pd.holder = world.worker(*slot).map(|worker| worker.id);
+        // In the life that was chosen; by now it may be out of the fleet.
+        pd.holder = seat.as_ref().map(LoadGuard::worker);
         pd.stage = Stage::Decode;
         pd.prefilled_ns = world.now_ns();
         end_leg(exchange, world, exchange.worker_keeps);
@@ -470,10 +473,13 @@ pub(super) fn choose_again<W: World>(
     let prefilled_ns = pd.prefilled_ns;
     begin_anew(exchange);
     let chosen = choose_seats(exchange, world);
-    if chosen.is_err()
-        && let Some(pd) = exchange.pd.as_mut()
-        && pd.stage == Stage::Prefill
-    {
+    let Some(pd) = exchange.pd.as_mut() else {
+        return chosen;
+    };
+    if chosen.is_ok() {
+        // Only now, as an answer that is still to be relayed goes by the old ones.
+        renew_ids(exchange, world);
+    } else if pd.stage == Stage::Prefill {
         // Nobody: what the decode worker says is the answer, and it is still that worker's seat.
         pd.stage = Stage::Decode;
         pd.prefilled_ns = prefilled_ns;
@@ -496,28 +502,39 @@ pub(super) fn begin_anew(exchange: &mut Exchange) {
     }
 }
 
+/// The first round's prefill worker still knows its request, and blocks, by the old ones.
+pub(super) fn renew_ids<W: World>(exchange: &mut Exchange, world: &mut W) {
+    if let Some(pd) = exchange.pd.as_mut() {
+        (pd.transfer_id, pd.request_id) = make_ids(world, &exchange.request_id);
+    }
+}
+
 /// Whether the worker of the running leg may have read transfer parameters.
 pub(super) fn has_given_params(exchange: &Exchange) -> bool {
     let pd = exchange.pd.as_ref();
     pd.is_some_and(|pd| pd.stage == Stage::Decode && pd.params.is_some() && pd.is_used)
 }
 
-/// Whether the blocks can still be there.
+/// Whether the blocks can still be there, and will be for a while.
 fn is_fresh<W: World>(pd: &Pd, world: &W) -> bool {
-    let age_max = world
-        .config()
-        .pd
-        .as_ref()
-        .map_or(0, |config| config.handover_age_max.as_nanos() as u64);
-    let lives = pd.holder.is_some_and(|holder| {
+    let is_here = |holder: WorkerId| world.worker(holder.slot).is_some();
+    pd.holder.is_some_and(is_here) && !is_outdated(pd, world)
+}
+
+/// Whether the blocks are gone for certain: too old, or of an earlier life of their holder. A holder that is out of the
+/// fleet may be draining, and keeps them until then.
+fn is_outdated<W: World>(pd: &Pd, world: &W) -> bool {
+    let config = world.config().pd.as_ref();
+    let age_max = config.map_or(0, |config| config.handover_age_max.as_nanos() as u64);
+    let has_restarted = pd.holder.is_some_and(|holder| {
         let worker = world.worker(holder.slot);
-        worker.is_some_and(|worker| worker.id == holder)
+        worker.is_some_and(|worker| worker.id != holder)
     });
-    lives && world.now_ns().saturating_sub(pd.prefilled_ns) <= age_max
+    has_restarted || world.now_ns().saturating_sub(pd.prefilled_ns) > age_max
 }
 
 /// Makes the message of the running leg: eight bytes that say where it begins, then the request. `None`: the worker has
-/// gone from the fleet.
+/// gone from the fleet, or the parameters have become too old while its connection was made.
 pub(super) fn write_message<W: World>(exchange: &mut Exchange, world: &mut W) -> Option<Vec<u8>> {
     let mut out = world.buffer();
     let Some(worker) = world.worker(exchange.slot) else {
@@ -525,6 +542,10 @@ pub(super) fn write_message<W: World>(exchange: &mut Exchange, world: &mut W) ->
         return None;
     };
     let pd = exchange.pd.as_mut()?;
+    if pd.stage == Stage::Decode && pd.params.is_some() && is_outdated(pd, world) {
+        world.recycle(out);
+        return None;
+    }
     let body = &exchange.message[exchange.body_at..];
     let prefill_params;
     let params = match pd.stage {

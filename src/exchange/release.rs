@@ -106,8 +106,8 @@ impl Session {
                         return;
                     }
                 }
-                // It answers when it has generated its token, and so has the blocks.
-                Head::Final { .. } if exchange.status < 300 => {
+                // It answers when it has generated its token, and so has the blocks; not if it has not read the request.
+                Head::Final { .. } if exchange.status < 300 && !exchange.message_is_out => {
                     return self.end_release(world, PdEvent::Released);
                 }
                 Head::Final { .. } | Head::Broken => {
