@@ -77,6 +77,8 @@ pub struct Pool {
     pub trials: Vec<Trial>,
     /// Workers that have just come back: chosen among for so many requests of a hundred only.
     pub easing: Vec<(Slot, u8)>,
+    /// Workers that are out, tried or not: better than none for a request that all others have failed.
+    pub spare: Candidates,
 }
 
 /// A worker that is tried.
@@ -95,12 +97,8 @@ pub struct Exceptions {
     pub trials: Vec<Trial>,
     /// Workers that get a share of the requests, in percent.
     pub easing: Vec<(Slot, u8)>,
-}
-
-impl Exceptions {
-    fn is_tried(&self, slot: Slot) -> bool {
-        self.trials.iter().any(|trial| trial.slot == slot)
-    }
+    /// Workers that are out, those that are tried among them.
+    pub out: Vec<Slot>,
 }
 
 impl Pool {
@@ -113,10 +111,9 @@ impl Pool {
         let trials = exceptions.trials.iter().filter(|trial| has(trial.slot));
         let easing = exceptions.easing.iter().filter(|(slot, _)| has(*slot));
         let (trials, easing) = (trials.copied().collect(), easing.copied().collect());
-        let workers: Vec<&&Worker> = workers
+        let (out, workers): (Vec<&Worker>, Vec<&Worker>) = workers
             .iter()
-            .filter(|worker| !exceptions.is_tried(worker.id.slot))
-            .collect();
+            .partition(|worker| exceptions.out.contains(&worker.id.slot));
         let slots_of = |serves: &dyn Fn(&Worker) -> bool| -> Candidates {
             let serving = workers.iter().filter(|w| w.models.is_empty() || serves(w));
             serving.map(|w| w.id.slot).collect()
@@ -131,6 +128,7 @@ impl Pool {
             of_unknown_models: slots_of(&|_| false),
             trials,
             easing,
+            spare: out.iter().map(|worker| worker.id.slot).collect(),
         }
     }
 }
@@ -138,7 +136,7 @@ impl Pool {
 /// The fleet at one moment: published by the control thread, read by the cores.
 #[derive(Debug, Default)]
 pub struct Fleet {
-    /// Workers that may get new requests, of all roles; those on trial among them.
+    /// Workers whose probes are good, of all roles; those that are out for other reasons among them.
     pub eligible: Vec<Worker>,
     /// Index into `eligible` by slot.
     pub index_of: AHashMap<Slot, u16>,

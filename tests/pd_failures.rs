@@ -296,7 +296,14 @@ async fn a_decode_worker_that_fails_with_the_parameters_in_hand_costs_a_new_pref
 async fn a_prefill_worker_that_failed_a_request_gets_it_no_second_time_when_decode_fails_next() {
     let pools = Pools::start(2, 2).await;
     let router = pools
-        .router(&["--cores", "1", "--policy", "least_loaded"])
+        .router(&[
+            "--cores",
+            "1",
+            "--policy",
+            "least_loaded",
+            "--retry-budget-ratio",
+            "1",
+        ])
         .await;
     for round in 0..12 {
         let name = format!("round {round}.");

@@ -1004,25 +1004,26 @@ impl Registry {
         let mut exceptions = Exceptions::default();
         for (_, rank) in self.workers() {
             match self.standings.standing(rank.id) {
-                Standing::Trial { load_max, .. } => exceptions.trials.push(Trial {
-                    slot: rank.id.slot,
-                    load_max,
-                }),
+                Standing::Out { .. } => exceptions.out.push(rank.id.slot),
+                Standing::Trial { load_max, .. } => {
+                    let slot = rank.id.slot;
+                    exceptions.out.push(slot);
+                    exceptions.trials.push(Trial { slot, load_max });
+                }
                 Standing::Good { share } if share < 1.0 => {
                     let percent = (share * 100.0) as u8;
                     exceptions.easing.push((rank.id.slot, percent));
                 }
-                Standing::Good { .. } | Standing::Out { .. } => {}
+                Standing::Good { .. } => {}
             }
         }
         exceptions
     }
 
     fn publish(&mut self) {
-        let is_out = |id| matches!(self.standings.standing(id), Standing::Out { .. });
         let eligible = self
             .workers()
-            .filter(|(entry, rank)| entry.is_ready() && !is_out(rank.id))
+            .filter(|(entry, _)| entry.is_ready())
             .filter_map(|(entry, rank)| worker_of(entry, rank))
             .collect();
         let known_models: AHashSet<Arc<str>> = self

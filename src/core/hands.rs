@@ -17,6 +17,9 @@ use crate::shared::{AdminRequest, Fleet, Outcome, Route, Worker};
 
 /// How long a core leaves a worker alone that it could not reach; the control thread judges it meanwhile.
 const SHUN_NS: u64 = 1_000_000_000;
+/// How long it leaves one alone that has no room: 429 or 503 say nothing against a worker, but asking it again at once
+/// would cost a retry each time.
+const BUSY_NS: u64 = 50_000_000;
 /// A core tries a worker that is out no more often than this.
 const TRIAL_PAUSE_NS: u64 = 250_000_000;
 
@@ -51,8 +54,7 @@ impl Hands<'_, '_> {
             let Some(worker) = fleet.worker(trial.slot) else {
                 continue;
             };
-            let serves = |model: &str| worker.models.iter().any(|m| **m == *model);
-            let fits = worker.models.is_empty() || ask.model.is_none_or(serves);
+            let fits = serves(worker, ask.model);
             let now_ns = self.turn.now_ns;
             let core = &mut *self.core;
             let rested = core.tried_at.iter().all(|(slot, at)| {
@@ -81,7 +83,20 @@ impl Hands<'_, '_> {
         None
     }
 
-    /// Who is better left out this time: those already tried, those this core could not reach just now, and, for their
+    /// A seat on a worker that is out: better than none for a request that all others have failed.
+    #[cold]
+    fn take_spare(&mut self, ask: &Ask<'_>) -> Option<Seat> {
+        let fleet = self.turn.fleet;
+        let spare = fleet.pool(ask.role).spare.slots().iter();
+        let serving: Candidates = spare
+            .filter_map(|slot| fleet.worker(*slot))
+            .filter(|worker| serves(worker, ask.model))
+            .map(|worker| worker.id.slot)
+            .collect();
+        self.take_seat(ask, ask.tried, &serving, None)
+    }
+
+    /// Who is better left out this time: those already tried, those that were unreachable or busy just now, and, for their
     /// part of the requests, those that have just come back.
     fn avoided(&mut self, ask: &Ask<'_>) -> Vec<Slot> {
         let now_ns = self.turn.now_ns;
@@ -292,7 +307,10 @@ impl World for Hands<'_, '_> {
         if ask.tried.is_empty() {
             self.core.retry_budget.earn();
         }
-        let candidates = candidates(fleet, ask.role, ask.model)?;
+        let candidates = match candidates(fleet, ask.role, ask.model) {
+            Ok(candidates) => candidates,
+            Err(why) => return self.take_spare(&ask).ok_or(why),
+        };
         let core = &mut *self.core;
         if !ask.is_same_prompt {
             core.chain.clear();
@@ -319,6 +337,7 @@ impl World for Hands<'_, '_> {
                     .or_else(|| self.take_seat(&ask, ask.tried, candidates, length))
             }
         };
+        let seat = seat.or_else(|| self.take_spare(&ask));
         let Some(seat) = seat else {
             return Err(if ask.tried.is_empty() {
                 NoSeat::NoneEligible
@@ -464,7 +483,11 @@ impl World for Hands<'_, '_> {
         let stats = &self.core.stats().workers[usize::from(slot.0)];
         match sign {
             Sign::Ended => return stats.completions.add(1),
-            Sign::Busy => return stats.busy.add(1),
+            Sign::Busy => {
+                stats.busy.add(1);
+                let until_ns = self.turn.now_ns + BUSY_NS;
+                return self.core.shunned.push((slot, until_ns));
+            }
             // A trial's outcome is counted apart: results of older requests must not be taken for it.
             Sign::Good if is_trial => return stats.trials_good.add(1),
             Sign::Good => return stats.successes.add(1),
@@ -545,6 +568,12 @@ impl World for Hands<'_, '_> {
             stats.duration.record(record.duration_ns);
         }
     }
+}
+
+/// Whether a worker may get a request for a model. One that does not say what it serves may serve any.
+fn serves(worker: &Worker, model: Option<&str>) -> bool {
+    let has = |model: &str| worker.models.iter().any(|served| **served == *model);
+    worker.models.is_empty() || model.is_none_or(has)
 }
 
 /// Who may get a request for a model.

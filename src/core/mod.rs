@@ -137,7 +137,7 @@ pub struct Core {
     /// Sessions without a client, and since when, ns.
     orphans: Vec<(Token, u64)>,
     retry_budget: RetryBudget,
-    /// Workers this core could not reach, and until when it leaves them alone, ns.
+    /// Workers this core could not reach, or that were busy, and until when it leaves them alone, ns.
     shunned: Vec<(Slot, u64)>,
     /// Workers that are out and were tried, and when, ns.
     tried_at: Vec<(Slot, u64)>,

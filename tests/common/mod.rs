@@ -292,8 +292,9 @@ async fn connection(mut stream: TcpStream, state: Arc<WorkerState>) {
     let mut index = 0;
     while let Some(request) = read_request(&mut stream, &mut buffer, index).await {
         index += 1;
-        let aux =
-            request.line.starts_with("GET /health") || request.line.starts_with("GET /v1/models");
+        let aux = ["GET /health", "GET /v1/models", "GET /metrics"]
+            .iter()
+            .any(|start| request.line.starts_with(start));
         if aux {
             let reply = if request.line.contains("/health") {
                 Reply::json(state.health.load(Ordering::SeqCst) as u16, "{}")
