@@ -25,6 +25,10 @@
 //!     its worker.
 //! 12. **release** The exchange is recorded and dropped; both connections are kept if both sides allow.
 //!
+//! With prefill/decode disaggregation steps 7 to 11 happen twice: both seats are taken at once, the prefill leg's answer
+//! is read for its transfer parameters, and the decode leg, which carries them, is relayed (`exchange::pd`). Each leg's
+//! body is the client's with spliced edits ([`route::splice`](route::write_prefill)).
+//!
 //! # Layers (arrows down only; `tests/layering.rs` checks it)
 //!
 //! ```text
@@ -37,7 +41,7 @@
 //! # Invariants
 //!
 //! Ids stand at the top of the file that keeps them: B* books, T* tree, P* publish (crate `shards`), R* ring, C* core,
-//! E* exchange. Each of `shards`' has its loom model in `loom_tests`.
+//! E* exchange, P1 to P4 of `exchange::pd` the legs, J* standing. Each of `shards`' has its loom model in `loom_tests`.
 #![deny(missing_docs)]
 #![warn(clippy::dbg_macro, clippy::todo, clippy::unimplemented)]
 

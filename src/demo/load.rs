@@ -239,7 +239,10 @@ impl Rollout {
     /// One conversation; false when a turn failed, which ends it.
     async fn converse(&mut self, conversation: u64) -> bool {
         let session = format!("rollout-{}-{conversation}", self.nth);
-        let task = sentences(self.dice.roll(), 200);
+        // As long as the text of an issue. With a line or two the system prompt would be nearly all of the prompt, and
+        // rightly keep the first turns of all on the workers that hold it.
+        let length = self.dice.between(900, 2400) as usize;
+        let task = sentences(self.dice.roll(), length);
         let mut messages = vec![
             json!({"role": "system", "content": sentences(self.args.seed, SYSTEM_BYTES)}),
             json!({"role": "user", "content": format!("Task {session}: {task}")}),
