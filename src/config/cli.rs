@@ -334,6 +334,16 @@ pub struct ReliabilityArgs {
     #[arg(value_parser = value_parser!(u64).range(1..=604_800), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_REQUEST_TIMEOUT_SECS", hide_env = true)]
     pub request_timeout_secs: u64,
+    /// Longest wait for the first byte of an answer (default: --request-timeout-secs)
+    #[arg(long, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=604_800), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_FIRST_BYTE_TIMEOUT_SECS", hide_env = true)]
+    pub first_byte_timeout_secs: Option<u64>,
+    /// Longest pause between two pieces of an answer (default: --request-timeout-secs)
+    #[arg(long, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(1..=604_800), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_STREAM_IDLE_TIMEOUT_SECS", hide_env = true)]
+    pub stream_idle_timeout_secs: Option<u64>,
     /// Connecting to a worker
     #[arg(long, default_value_t = 10_000, value_name = "MILLISECONDS")]
     #[arg(value_parser = value_parser!(u64).range(1..=600_000), allow_negative_numbers = true)]

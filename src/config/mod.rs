@@ -154,6 +154,10 @@ pub struct Config {
     pub retry: RetryConfig,
     /// Whole exchange with a worker.
     pub request_timeout: Duration,
+    /// Waiting for the first byte of an answer.
+    pub first_byte_timeout: Duration,
+    /// Between two pieces of an answer.
+    pub stream_idle_timeout: Duration,
     /// Connecting to a worker.
     pub connect_timeout: Duration,
     /// Head of a request, first byte to last.
@@ -288,6 +292,16 @@ impl Config {
             prefix_hash_seed: policy.prefix_hash_seed,
             retry: retry(&reliability)?,
             request_timeout: secs(reliability.request_timeout_secs),
+            first_byte_timeout: secs(
+                reliability
+                    .first_byte_timeout_secs
+                    .unwrap_or(reliability.request_timeout_secs),
+            ),
+            stream_idle_timeout: secs(
+                reliability
+                    .stream_idle_timeout_secs
+                    .unwrap_or(reliability.request_timeout_secs),
+            ),
             connect_timeout: ms(reliability.connect_timeout_ms),
             header_read_timeout: secs(reliability.header_read_timeout_secs),
             body_read_timeout: secs(reliability.body_read_timeout_secs),
@@ -377,6 +391,8 @@ impl Config {
             "relay_buffer_bytes": self.relay_buffer_bytes,
             "admin_body_max_bytes": self.admin_body_bytes_max,
             "request_timeout_secs": self.request_timeout.as_secs(),
+            "first_byte_timeout_secs": self.first_byte_timeout.as_secs(),
+            "stream_idle_timeout_secs": self.stream_idle_timeout.as_secs(),
             "connect_timeout_ms": u64::try_from(self.connect_timeout.as_millis()).unwrap_or(u64::MAX),
             "header_read_timeout_secs": self.header_read_timeout.as_secs(),
             "body_read_timeout_secs": self.body_read_timeout.as_secs(),

@@ -1664,16 +1664,18 @@ fn limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
     if exchange.leg == Leg::Connecting {
         return exchange.dialed_ns + config.connect_timeout.as_nanos() as u64;
     }
-    let since = match exchange.state {
-        State::Relaying => exchange.last_piece_ns,
-        _ => match &exchange.pd {
-            Some(pd) if pd.is_collecting => exchange.last_piece_ns,
+    let is_collecting = exchange.pd.as_ref().is_some_and(|pd| pd.is_collecting);
+    let (since, time) = if is_collecting || exchange.state == State::Relaying {
+        (exchange.last_piece_ns, config.stream_idle_timeout)
+    } else {
+        let since = match &exchange.pd {
             // Each prefill worker has the whole time: one that was silent has taken none of the next one's.
             Some(pd) => pd.since_ns().unwrap_or(exchange.dialed_ns),
             None => exchange.complete_ns,
-        },
+        };
+        (since, config.first_byte_timeout)
     };
-    since + config.request_timeout.as_nanos() as u64
+    since + time.as_nanos() as u64
 }
 
 fn body_limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
