@@ -611,8 +611,11 @@ impl Core {
 
     /// A session that goes on without a client.
     fn adopt(&mut self, turn: Turn<'_>, session: Session) {
+        let is_orphan = session.is_release();
         let token = self.downs.insert(Down::new(Wire::default(), session));
-        self.orphans.push((token, turn.now_ns));
+        if is_orphan {
+            self.orphans.push((token, turn.now_ns));
+        }
         self.with_session(turn, token, |session, hands| session.begin(hands));
     }
 

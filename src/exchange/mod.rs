@@ -21,6 +21,7 @@ pub mod endpoint;
 pub mod paths;
 mod pd;
 mod release;
+mod twin;
 mod world;
 
 use shards::{LoadGuard, Slot};
@@ -61,6 +62,8 @@ pub struct Session {
     exchange: Option<Box<Exchange>>,
     /// There is no client: an orphaned hand-over is being released.
     release: Option<Box<Exchange>>,
+    /// Nor here: the prefill leg of a request whose decode leg runs at the same time.
+    errand: Option<Box<twin::Errand>>,
     /// The client has ended its direction.
     half_closed: bool,
     /// No further request is taken.
@@ -162,12 +165,23 @@ impl Session {
         if self.release.is_some() {
             return self.begin_release(world);
         }
+        if self.errand.is_some() {
+            return self.begin_errand(world);
+        }
         self.await_request(world);
     }
 
     /// Nothing is going on: the connection may be closed without anybody losing anything.
     pub fn is_idle(&self) -> bool {
-        self.exchange.is_none() && self.inbox.is_empty() && self.release.is_none()
+        self.exchange.is_none()
+            && self.inbox.is_empty()
+            && self.release.is_none()
+            && self.errand.is_none()
+    }
+
+    /// An orphaned hand-over is being released.
+    pub fn is_release(&self) -> bool {
+        self.release.is_some()
     }
 
     // ---- the client's side ----
@@ -230,7 +244,7 @@ impl Session {
                 world.watch_client();
                 exchange.probe_at_ns = world.now_ns() + PROBE_AFTER_NS;
                 let at = exchange.probe_at_ns;
-                world.deadline(at);
+                world.deadline(twin::due(exchange, world, at));
             }
             State::Relaying => {
                 world.watch_client();
@@ -261,6 +275,12 @@ impl Session {
     pub fn on_deadline<W: World>(&mut self, world: &mut W) {
         if self.release.is_some() {
             return self.end_release(world, PdEvent::Lost);
+        }
+        if self.errand.is_some() {
+            return self.on_errand_deadline(world);
+        }
+        if self.is_waiting() && self.look_at_twin(world) {
+            return;
         }
         let Some(exchange) = self.exchange.as_mut() else {
             if !self.inbox.is_empty() && !self.finished && !self.must_wait(world) {
@@ -306,9 +326,13 @@ impl Session {
                 self.refuse(world, &refusal);
             }
             State::Waiting if world.now_ns() < limit(exchange, world) => {
-                // Not the limit yet, but time to ask a silent half-closed client whether it is still there.
-                probe(exchange, world);
-                world.deadline(limit(exchange, world));
+                // Not the limit yet, but time to look at prefill, or to ask a silent half-closed client whether it is
+                // still there.
+                if world.now_ns() >= exchange.probe_at_ns {
+                    probe(exchange, world);
+                }
+                let at = limit(exchange, world).min(exchange.probe_at_ns.max(world.now_ns()));
+                world.deadline(twin::due(exchange, world, at));
             }
             State::Waiting => {
                 sign(exchange, world, Sign::Failed);
@@ -372,6 +396,9 @@ impl Session {
         if self.release.is_some() {
             return self.send_release(world);
         }
+        if self.errand.is_some() {
+            return self.send_errand(world);
+        }
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
@@ -383,6 +410,9 @@ impl Session {
     pub fn on_request_sent<W: World>(&mut self, world: &mut W, bytes: Vec<u8>) {
         if self.release.is_some() {
             return self.on_release_sent(world, bytes);
+        }
+        if self.errand.is_some() {
+            return self.on_errand_sent(world, bytes);
         }
         match self.exchange.as_mut() {
             Some(exchange) if exchange.message_is_out => {
@@ -408,6 +438,9 @@ impl Session {
         if self.release.is_some() {
             return self.on_release_bytes(world, piece.as_ref());
         }
+        if self.errand.is_some() {
+            return self.on_errand_bytes(world, piece.as_ref());
+        }
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
@@ -417,6 +450,9 @@ impl Session {
         }
         if exchange.pd.as_ref().is_some_and(|pd| pd.is_collecting) {
             return self.collect(world, piece.as_ref());
+        }
+        if exchange.pd.as_ref().is_some_and(|pd| pd.twin.is_some()) {
+            return self.hold(world, piece.as_ref());
         }
         if exchange.partial_head.is_empty() {
             self.answer(world, piece);
@@ -432,6 +468,12 @@ impl Session {
     pub fn on_worker_end<W: World>(&mut self, world: &mut W, failed: bool) {
         if self.release.is_some() {
             return self.on_release_broken(world);
+        }
+        if self.errand.is_some() {
+            return self.on_errand_end(world, failed);
+        }
+        if self.decode_ended(world, failed) {
+            return;
         }
         let Some(exchange) = self.exchange.as_mut() else {
             return;
@@ -890,7 +932,15 @@ impl Session {
         }
     }
 
-    fn dial<W: World>(&mut self, world: &mut W, slot: Slot, fresh: bool) {
+    fn dial<W: World>(&mut self, world: &mut W, mut slot: Slot, fresh: bool) {
+        let stage = self.exchange.as_ref().and_then(|x| x.pd.as_ref());
+        let is_prefill = stage.is_some_and(|pd| pd.stage == Stage::Prefill);
+        if is_prefill && twin::is_write(world, slot) {
+            let Some(decode) = self.split(world) else {
+                return self.leg_lost(world);
+            };
+            slot = decode;
+        }
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
@@ -911,7 +961,7 @@ impl Session {
             Dial::Connecting => {
                 exchange.leg = Leg::Connecting;
                 let at = world.now_ns() + world.config().connect_timeout.as_nanos() as u64;
-                world.deadline(at);
+                world.deadline(twin::due(exchange, world, at));
             }
             // Our own shortage, or a worker that has just been removed: nobody's failure.
             Dial::Refused => self.leg_lost(world),
@@ -963,17 +1013,21 @@ impl Session {
             world.record_added(added);
         }
         let at = limit(exchange, world).min(exchange.probe_at_ns.max(world.now_ns()));
-        world.deadline(at);
+        world.deadline(twin::due(exchange, world, at));
+    }
+
+    fn is_waiting(&self) -> bool {
+        let exchange = self.exchange.as_ref();
+        exchange.is_some_and(|x| x.state == State::Waiting)
     }
 
     /// The worker has shown no sign of life for too long while its peers work. What has had no answer yet goes to another
     /// one; what cannot, waits on.
     pub fn on_worker_stalled<W: World>(&mut self, world: &mut W) {
-        if self
-            .exchange
-            .as_ref()
-            .is_some_and(|x| x.state == State::Waiting)
-        {
+        if self.errand.is_some() {
+            return self.errand_failed(world, Some(Sign::Failed));
+        }
+        if self.is_waiting() {
             self.move_on(world, 0);
         }
     }
@@ -1669,6 +1723,7 @@ fn limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
         (exchange.last_piece_ns, config.stream_idle_timeout)
     } else {
         let since = match &exchange.pd {
+            Some(pd) if pd.twin.is_some() => exchange.dialed_ns + twin::GRACE_NS,
             // Each prefill worker has the whole time: one that was silent has taken none of the next one's.
             Some(pd) => pd.since_ns().unwrap_or(exchange.dialed_ns),
             None => exchange.complete_ns,

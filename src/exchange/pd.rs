@@ -1,5 +1,6 @@
 //! A request in two legs: a prefill worker computes the prompt's KV blocks and answers with transfer parameters, then a
 //! decode worker fetches the blocks and answers the client (vLLM's sequential P/D protocol).
+//! Workers that write their blocks get both legs at once: see [`super::twin`].
 //!
 //! ```text
 //!   choose both ---> prefill leg ----> hand-over ----> decode leg ---> relay
@@ -19,6 +20,7 @@
 
 use shards::{LoadGuard, Slot, WorkerId};
 
+use super::twin::{self, Twin};
 use super::{
     AnswerKind, Exchange, Leg, PdEvent, Seat, Session, State, World, choose, end_leg, keeps_client,
     limit,
@@ -31,7 +33,7 @@ use crate::route::{self, LegPlan, Role, UsageFilter, UsageFix};
 use crate::shared::{KvFacts, Route};
 
 /// Largest answer of a prefill worker: one token, and parameters that name every block of the prompt.
-const PREFILL_ANSWER_BYTES_MAX: usize = 64 << 20;
+pub(super) const PREFILL_ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Answers up to this size are held until their usage is put right; larger ones pass as they are.
 const HELD_ANSWER_BYTES_MAX: u64 = 8 << 20;
 /// How much of a client's request id goes into the id that workers see.
@@ -53,26 +55,28 @@ pub(super) struct Pd {
     plan: LegPlan,
     pub(super) stage: Stage,
     /// The decode seat, while prefill runs.
-    reserved: Option<Seat>,
+    pub(super) reserved: Option<Seat>,
     /// Workers of the other role that have failed this request.
-    other_tried: Vec<Slot>,
+    pub(super) other_tried: Vec<Slot>,
     /// Who holds the blocks, in which life.
-    holder: Option<WorkerId>,
+    pub(super) holder: Option<WorkerId>,
     /// For the decode worker.
-    params: Option<Vec<u8>>,
+    pub(super) params: Option<Vec<u8>>,
     /// A worker has been sent them, or may have been.
-    is_used: bool,
-    prefilled_ns: u64,
+    pub(super) is_used: bool,
+    pub(super) prefilled_ns: u64,
     /// What workers know the request by: unique, whatever clients send.
     request_id: Vec<u8>,
-    transfer_id: [u8; 32],
+    pub(super) transfer_id: [u8; 32],
     /// The answer's body is being collected, not relayed.
     pub(super) is_collecting: bool,
     collected: Vec<u8>,
     /// Head of a held answer.
     head: Vec<u8>,
-    usage: Option<UsageFix>,
+    pub(super) usage: Option<UsageFix>,
     pub(super) filter: Option<UsageFilter>,
+    /// The prefill leg, while it runs beside this one.
+    pub(super) twin: Option<Twin>,
 }
 
 impl Pd {
@@ -163,6 +167,7 @@ impl Session {
             head: Vec::new(),
             usage: None,
             filter: None,
+            twin: None,
         }));
         self.seat(world);
     }
@@ -278,7 +283,7 @@ impl Session {
         }
     }
 
-    fn leg_broke<W: World>(&mut self, world: &mut W) {
+    pub(super) fn leg_broke<W: World>(&mut self, world: &mut W) {
         if let Some(exchange) = &self.exchange {
             super::sign(exchange, world, super::Sign::Failed);
             end_leg(exchange, world, false);
@@ -496,6 +501,7 @@ pub(super) fn begin_anew(exchange: &mut Exchange) {
     if let Some(pd) = pd {
         pd.params = None;
         pd.usage = None;
+        pd.twin = None;
         pd.stage = Stage::Prefill;
         pd.prefilled_ns = 0;
         std::mem::swap(tried, &mut pd.other_tried);
@@ -542,7 +548,11 @@ pub(super) fn write_message<W: World>(exchange: &mut Exchange, world: &mut W) ->
         return None;
     };
     let pd = exchange.pd.as_mut()?;
-    if pd.stage == Stage::Decode && pd.params.is_some() && is_outdated(pd, world) {
+    if pd.stage == Stage::Decode
+        && pd.params.is_some()
+        && pd.twin.is_none()
+        && is_outdated(pd, world)
+    {
         world.recycle(out);
         return None;
     }
@@ -554,7 +564,11 @@ pub(super) fn write_message<W: World>(exchange: &mut Exchange, world: &mut W) ->
             let peer = reserved.and_then(|slot| world.worker(slot));
             let peer_facts = peer.map(|worker| &*worker.kv);
             let config = world.config().pd.as_ref();
-            prefill_params = params_for_prefill(config, &pd.transfer_id, peer_facts);
+            prefill_params = if twin::is_write(world, exchange.slot) {
+                write_params_for_prefill(world, &pd.transfer_id, reserved)
+            } else {
+                params_for_prefill(config, &pd.transfer_id, peer_facts)
+            };
             Some(&prefill_params[..])
         }
         Stage::Decode | Stage::Release => pd.params.as_deref(),
@@ -679,6 +693,20 @@ fn params_for_prefill(
             decode.map_or(1, |facts| facts.dp_size)
         ),
     };
+    text.into_bytes()
+}
+
+/// The same for one that writes its blocks.
+fn write_params_for_prefill<W: World>(
+    world: &W,
+    transfer_id: &[u8; 32],
+    decode: Option<Slot>,
+) -> Vec<u8> {
+    let id = String::from_utf8_lossy(transfer_id);
+    let mut text = format!(
+        r#"{{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"transfer_id":"tx-{id}""#
+    );
+    twin::push_peer(&mut text, world, decode);
     text.into_bytes()
 }
 
