@@ -307,6 +307,50 @@ async fn a_prefill_worker_that_fails_costs_the_client_nothing() {
     }
 }
 
+/// Where there is no other pair, the answer says why; and nothing of the decode worker's, which has said something.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_failed_prefill_is_told_where_nobody_else_can_do_it() {
+    let rig = Rig::start(1, 1, 1, &[]).await;
+    for (fault, status) in [
+        (Reply::json(503, r#"{"error":{"message":"busy"}}"#), 503),
+        (Reply::json(501, "{}"), 502),
+        (Reply::nothing(End::Fin), 502),
+        (Reply::json(200, "no json"), 502),
+    ] {
+        prefill_worker(&rig.prefill[0], &rig.gates, move |_| {
+            Some(Reply {
+                delay: Duration::from_millis(20),
+                ..fault.clone()
+            })
+        });
+        let answer = rig.post("hello").await;
+        assert_eq!(answer.status, status, "{}", text(&answer.body));
+        assert!(!text(&answer.body).contains("caf"));
+        until_books_are_empty(&rig.router).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_silent_prefill_worker_is_late_not_the_decode_worker_that_waits_for_it() {
+    let rig = Rig::start(2, 1, 1, &["--request-timeout-secs", "1"]).await;
+    let turn = Arc::new(AtomicU64::new(0));
+    for worker in &rig.prefill {
+        let turn = turn.clone();
+        prefill_worker(worker, &rig.gates, move |_| {
+            (turn.fetch_add(1, Ordering::SeqCst) == 0).then(|| Reply::nothing(End::Stall))
+        });
+    }
+    let turn = Arc::new(AtomicU64::new(0));
+    decode_worker(&rig.decode[0], &rig.gates, move |_| {
+        (turn.fetch_add(1, Ordering::SeqCst) == 0).then(|| Reply::nothing(End::Stall))
+    });
+    let answer = rig.post("hello").await;
+    assert_eq!(answer.status, 200, "{}", text(&answer.body));
+    assert_eq!(rig.count(), (2, 2));
+    assert_eq!(failures(&rig.router, &rig.decode[0].url()), 0);
+    until_books_are_empty(&rig.router).await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn both_legs_end_within_a_second_when_the_client_is_gone() {
     let rig = Rig::start(1, 1, 1, &[]).await;

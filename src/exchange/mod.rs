@@ -329,9 +329,10 @@ impl Session {
                 // Not the limit yet, but time to look at prefill, or to ask a silent half-closed client whether it is
                 // still there.
                 if world.now_ns() >= exchange.probe_at_ns {
+                    exchange.probe_at_ns = u64::MAX;
                     probe(exchange, world);
                 }
-                let at = limit(exchange, world).min(exchange.probe_at_ns.max(world.now_ns()));
+                let at = limit(exchange, world).min(exchange.probe_at_ns);
                 world.deadline(twin::due(exchange, world, at));
             }
             State::Waiting => {
