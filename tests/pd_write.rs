@@ -148,7 +148,10 @@ impl Rig {
 
     async fn post(&self, text: &str) -> Answer {
         let mut client = Client::open(self.router.address).await;
-        client.post(CHAT, &chat(text)).await.unwrap()
+        let body = chat(text);
+        // Legs that wait for each other would do so until the router gives up.
+        let answer = tokio::time::timeout(Duration::from_secs(15), client.post(CHAT, &body));
+        answer.await.expect("an answer in time").unwrap()
     }
 
     fn count(&self) -> (u64, u64) {
