@@ -169,19 +169,15 @@ mod tests {
         theirs.write_all(bytes).await.unwrap();
         theirs.shutdown().await.unwrap();
         let mut messages = Vec::new();
-        let error = loop {
-            if messages.is_empty()
-                && let Err(error) = shake_hands(&mut ours).await
-            {
-                break Some(error.to_string());
-            }
-            break loop {
+        let error = match shake_hands(&mut ours).await {
+            Err(error) => Some(error.to_string()),
+            Ok(_) => loop {
                 match receive(&mut ours).await {
                     Ok(Some(message)) => messages.push(message),
                     Ok(None) => break None,
                     Err(error) => break Some(error.to_string()),
                 }
-            };
+            },
         };
         drop(ours);
         let mut said = Vec::new();
