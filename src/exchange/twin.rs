@@ -98,7 +98,7 @@ impl Errand {
         let config = world.config();
         let time = match self.leg {
             Leg::Connecting => config.connect_timeout,
-            _ => config.request_timeout,
+            _ => config.first_byte_timeout,
         };
         self.since_ns + time.as_nanos() as u64
     }
