@@ -174,25 +174,7 @@ async fn the_books_end_at_zero_after_100_000_requests_with_aborts_resets_retries
     for client in clients {
         client.await.unwrap();
     }
-    until("all counts are zero", || {
-        router.control().workers().iter().all(|w| w.in_flight == 0)
-    })
-    .await;
-    for view in router.control().workers() {
-        let load = router.shared.books.load(view.id.slot);
-        assert_eq!(
-            (
-                load.waiting,
-                load.active,
-                load.waiting_bytes,
-                load.active_bytes
-            ),
-            (0, 0, 0, 0),
-            "{}",
-            view.url
-        );
-    }
-    assert_eq!(router.shared.books.underflow_count(), 0);
+    until_books_are_empty(&router).await;
     let reached: u64 = workers.iter().map(Worker::count).sum();
     assert!(
         reached > REQUESTS * 8 / 10,

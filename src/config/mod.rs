@@ -419,6 +419,14 @@ impl Config {
     /// # Panics
     /// If a `CORELANE_` variable of the environment holds a value that cannot be.
     pub fn default_for_tests() -> Config {
+        Config::for_tests(&[])
+    }
+
+    /// The same with further flags.
+    ///
+    /// # Panics
+    /// As above, or if the flags cannot be.
+    pub fn for_tests(flags: &[&str]) -> Config {
         let line = [
             "corelane",
             "--cores",
@@ -430,8 +438,8 @@ impl Config {
             "--max-connections",
             "1024",
         ];
-        let cli = Cli::try_parse_from(line).expect("the defaults parse");
-        Config::from_cli(cli).expect("the defaults are in range")
+        let cli = Cli::try_parse_from([&line, flags].concat()).expect("the flags parse");
+        Config::from_cli(cli).expect("the flags are in range")
     }
 }
 

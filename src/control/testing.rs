@@ -8,11 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use clap::Parser;
 use shards::{Books, Domain, Publisher, Reader, TreeLimits};
 use tokio::sync::mpsc;
 
-use crate::config::{Cli, Config};
+use crate::config::Config;
 use crate::shared::{AdminReply, AdminRequest, CoreShared, Fleet, Shared, ToCore};
 
 /// Longest wait for something that must happen.
@@ -37,30 +36,15 @@ pub fn config() -> Config {
 
 /// P/D with these workers and flags, and a fast rhythm.
 pub fn pd_config(prefill: &[&FakeWorker], decode: &[&FakeWorker], flags: &[&str]) -> Config {
-    let mut line: Vec<String> = [
-        "corelane",
-        "--cores",
-        "1",
-        "--port",
-        "0",
-        "--prometheus-port",
-        "0",
-        "--max-connections",
-        "1024",
-        "--vllm-pd-disaggregation",
-    ]
-    .map(String::from)
-    .to_vec();
-    line.extend(flags.iter().map(|flag| (*flag).to_owned()));
-    for (flag, workers) in [("--prefill", prefill), ("--decode", decode)] {
-        for worker in workers {
-            line.extend([flag.to_owned(), worker.url()]);
-        }
-    }
-    let fast = config();
+    let urls = |workers: &[&FakeWorker]| workers.iter().map(|w| w.url()).collect::<Vec<_>>();
+    let (prefill, decode) = (urls(prefill), urls(decode));
+    let mut line = vec!["--vllm-pd-disaggregation"];
+    line.extend(flags);
+    line.extend(prefill.iter().flat_map(|url| ["--prefill", url]));
+    line.extend(decode.iter().flat_map(|url| ["--decode", url]));
     Config {
-        health: fast.health,
-        ..Config::from_cli(Cli::try_parse_from(line).unwrap()).unwrap()
+        health: config().health,
+        ..Config::for_tests(&line)
     }
 }
 

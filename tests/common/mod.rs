@@ -585,6 +585,20 @@ pub async fn until_books_are_empty(router: &Router) {
         router.control().workers().iter().all(|w| w.in_flight == 0)
     })
     .await;
+    for view in router.control().workers() {
+        let load = router.shared.books.load(view.id.slot);
+        assert_eq!(
+            (
+                load.waiting,
+                load.active,
+                load.waiting_bytes,
+                load.active_bytes
+            ),
+            (0, 0, 0, 0),
+            "{}",
+            view.url
+        );
+    }
     assert_eq!(router.shared.books.underflow_count(), 0);
 }
 
