@@ -13,7 +13,7 @@ use crossbeam::queue::SegQueue;
 use shards::{Books, Counter, Domain, Doorbell, Gauge, Histogram, Published, Slot, Tree, WorkerId};
 
 use crate::config::Config;
-use crate::route::{Candidates, Reason, Role};
+use crate::route::{Candidates, Reason, Role, Whole};
 
 /// How a MoRI-IO engine says blocks go over: fetched by decode, or written by prefill while it computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -429,20 +429,6 @@ pub struct WorkerStats {
     pub trials_bad: Counter,
 }
 
-/// Why a request of a P/D fleet was sent whole to a decode worker; the `reason` label, in the order of
-/// [`PdStats::whole`].
-pub const WHOLE_REASONS: [&str; WHOLE_COUNT] = [
-    "several_choices",
-    "beam_search",
-    "prompt_logprobs",
-    "echo",
-    "batch",
-    "embeds",
-];
-
-/// Number of [`WHOLE_REASONS`].
-pub const WHOLE_COUNT: usize = 6;
-
 /// What one core counted of requests that go in two legs. Written by that core only.
 #[derive(Debug)]
 pub struct PdStats {
@@ -464,8 +450,8 @@ pub struct PdStats {
     pub skipped_prefill: Counter,
     /// Hand-overs too old for another decode worker, or whose prefill worker restarted: a new prefill was made.
     pub stale_handovers: Counter,
-    /// Requests sent whole to a decode worker, by [`WHOLE_REASONS`].
-    pub whole: [Counter; WHOLE_COUNT],
+    /// Requests sent whole to a decode worker, by [`Whole`].
+    pub whole: [Counter; Whole::ALL.len()],
     /// Answers whose usage was put right with the prefill worker's numbers.
     pub usage_fixed: Counter,
     /// From the end of prefill to the dispatch of decode.

@@ -538,6 +538,10 @@ async fn a_stream_in_odd_pieces_has_prefills_token_counts_and_else_decodes_bytes
         assert!(answer.is_whole);
         assert_eq!(text(&answer.body), fixed_stream(), "round {round}");
     }
+    until("all are counted", || {
+        pd_total(&router, |pd| pd.usage_fixed.value()) == 30
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -17,8 +17,8 @@ use shards::HistogramSnapshot;
 
 use super::standing::Standing;
 use super::{Plane, WorkerView, reply};
-use crate::route::{Reason, Role};
-use crate::shared::{CoreStats, Outcome, PdStats, Route, WHOLE_REASONS};
+use crate::route::{Reason, Role, Whole};
+use crate::shared::{CoreStats, Outcome, PdStats, Route};
 use families::{Families, Label};
 
 mod families;
@@ -455,13 +455,10 @@ impl Scrape {
         out.counters(
             "vllm_router_pd_whole_requests",
             "Requests sent whole to a decode worker, by reason",
-            WHOLE_REASONS
-                .into_iter()
-                .enumerate()
-                .map(|(index, reason)| {
-                    let count = self.sum(|stats| stats.pd.whole[index].value());
-                    ([("reason", reason.into())], count)
-                }),
+            Whole::ALL.into_iter().map(|why| {
+                let count = self.sum(|stats| stats.pd.whole[why as usize].value());
+                ([("reason", why.label().into())], count)
+            }),
         )?;
         out.counter(
             "vllm_router_pd_usage_fixed",

@@ -8,7 +8,7 @@ const SAVED_COUNT_MAX: f64 = 1_000.0;
 /// Retries left.
 pub struct RetryBudget {
     left: f64,
-    /// Retries that each request adds.
+    /// Retries that each leg adds.
     ratio: f64,
     filled_ns: u64,
 }
@@ -22,7 +22,7 @@ impl RetryBudget {
         }
     }
 
-    /// A request has begun.
+    /// A leg of a request has begun.
     pub fn earn(&mut self) {
         self.left = (self.left + self.ratio).min(SAVED_COUNT_MAX);
     }

@@ -72,6 +72,9 @@ impl Hands<'_, '_> {
             if let Ok(guard) = LoadGuard::acquire_at(books, worker.id, ask.prompt_bytes, seen) {
                 core.tried_at.retain(|(slot, _)| *slot != trial.slot);
                 core.tried_at.push((trial.slot, now_ns));
+                core.stats().workers[usize::from(trial.slot.0)]
+                    .chosen
+                    .add(1);
                 return Some(Seat {
                     id: worker.id,
                     is_trial: true,
@@ -316,16 +319,15 @@ impl World for Hands<'_, '_> {
             core.chain.clear();
             core.chain_length = None;
         }
-        if core.shared.config.settings_of(ask.role).policy == PolicyKind::CacheAware
+        let policy = core.shared.config.settings_of(ask.role).policy;
+        let needs_chain = policy == PolicyKind::CacheAware;
+        if needs_chain
             && core.chain_length.is_none()
             && let Some((body, fields)) = ask.key
         {
             core.chain_length = route::chain(core.seed, ask.route, body, fields, &mut core.chain);
         }
-        let length = match core.shared.config.settings_of(ask.role).policy {
-            PolicyKind::CacheAware => core.chain_length,
-            _ => None,
-        };
+        let length = core.chain_length.filter(|_| needs_chain);
         let seat = match self.try_worker(&ask) {
             Some(seat) => Some(seat),
             None if self.core.shunned.is_empty() && fleet.pool(ask.role).easing.is_empty() => {
@@ -485,8 +487,7 @@ impl World for Hands<'_, '_> {
             Sign::Ended => return stats.completions.add(1),
             Sign::Busy => {
                 stats.busy.add(1);
-                let until_ns = self.turn.now_ns + BUSY_NS;
-                return self.core.shunned.push((slot, until_ns));
+                return self.core.shun(slot, self.turn.now_ns + BUSY_NS);
             }
             // A trial's outcome is counted apart: results of older requests must not be taken for it.
             Sign::Good if is_trial => return stats.trials_good.add(1),
@@ -501,7 +502,7 @@ impl World for Hands<'_, '_> {
         }
         let core = &mut *self.core;
         if sign == Sign::Refused {
-            core.shunned.push((slot, self.turn.now_ns + SHUN_NS));
+            core.shun(slot, self.turn.now_ns + SHUN_NS);
             // ORDERING: Relaxed; it says "probe" and publishes nothing, the bell brings the reader here.
             core.shared.is_refused.store(true, Ordering::Relaxed);
         }

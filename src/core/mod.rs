@@ -609,6 +609,18 @@ impl Core {
         self.with_session(turn, client, |session, hands| session.begin(hands));
     }
 
+    /// Leaves a worker alone for a while. One entry a worker, as in an overload thousands of answers a second say so.
+    fn shun(&mut self, slot: Slot, until_ns: u64) {
+        match self
+            .shunned
+            .iter_mut()
+            .find(|(shunned, _)| *shunned == slot)
+        {
+            Some((_, until)) => *until = until_ns.max(*until),
+            None => self.shunned.push((slot, until_ns)),
+        }
+    }
+
     /// A session that goes on without a client.
     fn adopt(&mut self, turn: Turn<'_>, session: Session) {
         let is_orphan = session.is_release();

@@ -30,7 +30,7 @@ use crate::http::body::{self, Body, Framing};
 use crate::http::request::{self, Method, Request, Verdict};
 use crate::http::response::{self, Relay};
 use crate::http::{Refusal, reply};
-use crate::route::{self, Fields, Role};
+use crate::route::{self, Fields, Role, UsageFilter};
 use crate::shared::{AdminReply, AdminRequest, Outcome, Route, Worker};
 use endpoint::Endpoint;
 use pd::{Pd, Stage};
@@ -1268,6 +1268,10 @@ impl Session {
             400..500 => Outcome::ClientError,
             _ => Outcome::WorkerError,
         };
+        let filter = exchange.pd.as_ref().and_then(|pd| pd.filter.as_ref());
+        if filter.is_some_and(UsageFilter::has_fixed) {
+            world.count_pd(PdEvent::UsageFixed);
+        }
         sign(&exchange, world, Sign::Ended);
         if outcome == Outcome::Ok && !exchange.is_event_stream {
             sign(&exchange, world, Sign::Good);

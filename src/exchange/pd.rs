@@ -198,11 +198,12 @@ impl Session {
             return false;
         };
         if kind.is_event_stream {
-            pd.filter = Some(UsageFilter::new(fix));
-            if exchange.relay == Relay::AsIs && kind.framing == Framing::Chunked {
-                exchange.relay = Relay::Chunks;
-            } else if exchange.relay == Relay::AsIs {
-                pd.filter = None; // A stream of a known length: its bytes stay.
+            // One of a known length stays as it is.
+            if exchange.relay != Relay::AsIs || kind.framing == Framing::Chunked {
+                pd.filter = Some(UsageFilter::new(fix));
+                if exchange.relay == Relay::AsIs {
+                    exchange.relay = Relay::Chunks;
+                }
             }
             return false;
         }
@@ -565,7 +566,7 @@ pub(super) fn write_message<W: World>(exchange: &mut Exchange, world: &mut W) ->
             let peer_facts = peer.map(|worker| &*worker.kv);
             let config = world.config().pd.as_ref();
             prefill_params = if twin::is_write(world, exchange.slot) {
-                write_params_for_prefill(world, &pd.transfer_id, reserved)
+                twin::params(world, Stage::Prefill, &pd.transfer_id, reserved)
             } else {
                 params_for_prefill(config, &pd.transfer_id, peer_facts)
             };
@@ -688,25 +689,12 @@ fn params_for_prefill(
             r#"{{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"{}"}}"#,
             mooncake_transfer_id(&id)
         ),
-        Connector::MoriIo => format!(
-            r#"{{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"transfer_id":"tx-{id}","remote_dp_size":{}}}"#,
-            decode.map_or(1, |facts| facts.dp_size)
-        ),
+        Connector::MoriIo => {
+            let dp_size = decode.map_or(1, |facts| facts.dp_size);
+            let start = twin::params_start(Stage::Prefill, transfer_id);
+            format!("{start},\"remote_dp_size\":{dp_size}}}")
+        }
     };
-    text.into_bytes()
-}
-
-/// The same for one that writes its blocks.
-fn write_params_for_prefill<W: World>(
-    world: &W,
-    transfer_id: &[u8; 32],
-    decode: Option<Slot>,
-) -> Vec<u8> {
-    let id = String::from_utf8_lossy(transfer_id);
-    let mut text = format!(
-        r#"{{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"transfer_id":"tx-{id}""#
-    );
-    twin::push_peer(&mut text, world, decode);
     text.into_bytes()
 }
 

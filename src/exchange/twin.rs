@@ -113,9 +113,25 @@ pub(super) fn is_write<W: World>(world: &W, prefill: Slot) -> bool {
             .is_some_and(|worker| worker.kv.transfer_mode == Some(TransferMode::Write))
 }
 
-/// What either worker is told of its peer, after the transfer id.
-pub(super) fn push_peer<W: World>(params: &mut String, world: &W, peer: Option<Slot>) {
+/// `kv_transfer_params` of MoRI-IO up to the transfer id, for either leg, READ or WRITE.
+pub(super) fn params_start(stage: Stage, transfer_id: &[u8; 32]) -> String {
+    let is_prefill = stage == Stage::Prefill;
+    let id = String::from_utf8_lossy(transfer_id);
+    format!(
+        r#"{{"do_remote_decode":{is_prefill},"do_remote_prefill":{},"remote_engine_id":null,"remote_block_ids":null,"transfer_id":"tx-{id}""#,
+        !is_prefill
+    )
+}
+
+/// All of them for WRITE: what the worker of this leg is told of its peer.
+pub(super) fn params<W: World>(
+    world: &W,
+    stage: Stage,
+    transfer_id: &[u8; 32],
+    peer: Option<Slot>,
+) -> Vec<u8> {
     use std::fmt::Write;
+    let mut params = params_start(stage, transfer_id);
     let worker = peer.and_then(|slot| world.worker(slot));
     let (dp, tp) = worker.map_or((1, 1), |worker| (worker.kv.dp_size, worker.kv.tp_size));
     let _ = write!(params, ",\"remote_dp_size\":{dp},\"remote_tp_size\":{tp}");
@@ -125,6 +141,7 @@ pub(super) fn push_peer<W: World>(params: &mut String, world: &W, peer: Option<S
         let _ = write!(params, ",\"remote_dp_rank\":{rank}");
     }
     params.push('}');
+    params.into_bytes()
 }
 
 /// When an exchange's session is to look again, at the latest when `at_ns`.
@@ -155,12 +172,7 @@ impl Session {
         };
         let course = Rc::new(RefCell::new(Course::Running));
         let (slot, is_trial) = (exchange.slot, exchange.is_trial);
-        let id = String::from_utf8_lossy(&pd.transfer_id);
-        let mut params = format!(
-            r#"{{"do_remote_decode":false,"do_remote_prefill":true,"remote_engine_id":null,"remote_block_ids":null,"transfer_id":"tx-{id}""#
-        );
-        push_peer(&mut params, world, Some(slot));
-        pd.params = Some(params.into_bytes());
+        pd.params = Some(params(world, Stage::Decode, &pd.transfer_id, Some(slot)));
         // There is no hand-over that another decode worker could get.
         pd.is_used = true;
         pd.holder = Some(seat.worker());

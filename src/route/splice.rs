@@ -38,6 +38,16 @@ pub enum Whole {
 }
 
 impl Whole {
+    /// All, in the order of their numbers.
+    pub const ALL: [Whole; 6] = [
+        Whole::SeveralChoices,
+        Whole::BeamSearch,
+        Whole::PromptLogprobs,
+        Whole::Echo,
+        Whole::Batch,
+        Whole::Embeds,
+    ];
+
     /// The label in metrics.
     pub fn label(self) -> &'static str {
         match self {
@@ -574,6 +584,7 @@ pub struct UsageFilter {
     line: Line,
     /// The start of the event has passed already, so the rest of it does.
     is_passing: bool,
+    has_fixed: bool,
 }
 
 /// What a line has so far. It is blank if it ends as either of the first two.
@@ -602,7 +613,13 @@ impl UsageFilter {
             held: Vec::new(),
             line: Line::Empty,
             is_passing: false,
+            has_fixed: false,
         }
+    }
+
+    /// Whether any event was changed so far.
+    pub fn has_fixed(&self) -> bool {
+        self.has_fixed
     }
 
     /// Takes the next bytes, appends what can go on.
@@ -642,10 +659,10 @@ impl UsageFilter {
         if std::mem::take(&mut self.is_passing) {
             out.extend_from_slice(bytes);
         } else if self.held.is_empty() {
-            write_event(bytes, &self.fix, out);
+            self.has_fixed |= write_event(bytes, &self.fix, out);
         } else {
             self.held.extend_from_slice(bytes);
-            write_event(&self.held, &self.fix, out);
+            self.has_fixed |= write_event(&self.held, &self.fix, out);
             self.held.clear();
         }
     }
@@ -665,23 +682,28 @@ impl UsageFilter {
     }
 }
 
-fn write_event(event: &[u8], fix: &UsageFix, out: &mut Vec<u8>) {
+/// Whether it was changed.
+fn write_event(event: &[u8], fix: &UsageFix, out: &mut Vec<u8>) -> bool {
     if event.len() > USAGE_EVENT_BYTES_MAX || !has_usage_object(event) {
         out.extend_from_slice(event);
-        return;
+        return false;
     }
+    let mut has_fixed = false;
     for line in event.split_inclusive(|byte| *byte == b'\n') {
         match line.split_at_checked(DATA.len()) {
             // The line's end, and the blank after the colon, are white space to JSON.
             Some((DATA, payload)) => {
                 out.extend_from_slice(DATA);
-                if !fix_usage(payload, fix, out) {
+                if fix_usage(payload, fix, out) {
+                    has_fixed = true;
+                } else {
                     out.extend_from_slice(payload);
                 }
             }
             _ => out.extend_from_slice(line),
         }
     }
+    has_fixed
 }
 
 const DATA: &[u8] = b"data:";
