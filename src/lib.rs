@@ -41,7 +41,8 @@
 //! # Invariants
 //!
 //! Ids stand at the top of the file that keeps them: B* books, T* tree, P* publish (crate `shards`), R* ring, C* core,
-//! E* exchange, P1 to P4 of `exchange::pd` the legs, J* standing. Each of `shards`' has its loom model in `loom_tests`.
+//! E* exchange (there also P1 to P4 the two legs, W* both at once), J* standing. Each of `shards`' has its loom model in
+//! `loom_tests`.
 #![deny(missing_docs)]
 #![warn(clippy::dbg_macro, clippy::todo, clippy::unimplemented)]
 

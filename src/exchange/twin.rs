@@ -8,9 +8,9 @@
 //! ```
 //!
 //! Invariants:
-//! - **T1** The prefill seat lives in the errand, the decode seat in the exchange; each is given back with its owner.
-//! - **T2** An exchange that ends, or begins anew, drops its [`Twin`], and the errand ends within [`POLL_NS`].
-//! - **T3** A decode answer below 300 reaches the client only once prefill is done; one above is looked at at once, as
+//! - **W1** The prefill seat lives in the errand, the decode seat in the exchange; each is given back with its owner.
+//! - **W2** An exchange that ends, or begins anew, drops its [`Twin`], and the errand ends within [`POLL_NS`].
+//! - **W3** A decode answer below 300 reaches the client only once prefill is done; one above is looked at at once, as
 //!   prefill would wait for ever for a worker that has refused.
 
 use std::cell::RefCell;
