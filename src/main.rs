@@ -52,7 +52,7 @@ fn run(config: Config) -> io::Result<()> {
         address = %router.address,
         metrics = %router.metrics_address,
         cores = router.shared.cores.len(),
-        policy = router.shared.config.settings.policy.name(),
+        policy = router.shared.config().settings.policy.name(),
         "listening"
     );
     router.join().map_err(io::Error::other)

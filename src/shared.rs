@@ -1,4 +1,4 @@
-//! What the two planes share: the frozen configuration, the fleet snapshot, the books, and one mailbox a core.
+//! What the two planes share: the configuration, the fleet snapshot, the books, and one mailbox a core.
 //!
 //! The control thread writes the fleet and posts to the inboxes; the cores read. Nothing here is taken under a lock
 //! on a request's way.
@@ -201,6 +201,8 @@ pub enum ToCore {
     Purge(Slot),
     /// A worker shows no sign of life while its peers work: what waits for it may go elsewhere.
     Stalled(Slot),
+    /// The configuration that holds from now on.
+    Configure(Arc<Config>),
     /// `/flush_cache`: forget every prefix.
     Flush,
     /// Stop accepting; finish what runs; close connections as they become idle.
@@ -612,8 +614,8 @@ impl CoreShared {
 
 /// Everything both planes see.
 pub struct Shared {
-    /// Frozen at start.
-    pub config: Config,
+    /// What holds now; see [`Shared::config`].
+    pub config: std::sync::Mutex<Arc<Config>>,
     /// The books. Leaked once: they live as long as the process, and guards stay plain references.
     pub books: &'static Books,
     /// The prefix tree, read side.
@@ -635,6 +637,26 @@ pub struct Shared {
 }
 
 impl Shared {
+    /// The configuration that holds now. For the control thread and for starting: cores have theirs, and get a new one
+    /// with [`ToCore::Configure`].
+    pub fn config(&self) -> Arc<Config> {
+        let config = self.config.lock();
+        config
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Replaces it, here and in the cores. Nothing that runs is touched: limits count from their next use.
+    pub fn configure(&self, config: Arc<Config>) {
+        *self
+            .config
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner) = config.clone();
+        for core in &self.cores {
+            core.post(ToCore::Configure(config.clone()));
+        }
+    }
+
     /// Whether the router drains.
     pub fn is_draining(&self) -> bool {
         // ORDERING: Relaxed; a hint that publishes nothing, the message in each inbox is what counts.

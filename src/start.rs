@@ -85,7 +85,7 @@ pub fn start(config: Config) -> Result<Router, StartError> {
         .collect::<Result<_, _>>()
         .map_err(machine)?;
     let shared = Arc::new(Shared {
-        config,
+        config: Arc::new(config).into(),
         // Lives as long as the process, so that a guard is a plain reference: no count that all cores would write.
         books: Box::leak(Box::new(Books::new(SLOT_COUNT_MAX))),
         tree,

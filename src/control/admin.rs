@@ -167,7 +167,7 @@ async fn health(State(plane): Plain) -> Response {
     }
     let not_ready_count = total_count - ready_count;
     // A role without any worker leaves none that is not healthy.
-    let missing = plane.shared.config.pd.as_ref().and(registry.obstacle());
+    let missing = plane.shared.config().pd.as_ref().and(registry.obstacle());
     if not_ready_count > 0 || missing.is_some() {
         let message = match missing {
             Some(missing) => {
@@ -253,7 +253,7 @@ async fn model_info(State(plane): Plain) -> Response {
 }
 
 async fn server_info(State(plane): Plain) -> Response {
-    let config = &plane.shared.config;
+    let config = plane.shared.config();
     let registry = plane.registry();
     let mut workers = json!({"total": registry.worker_count(), "ready": registry.ready_count()});
     if config.pd.is_some() {
@@ -327,7 +327,7 @@ fn worker_spec(
         Some(text) => match Role::ALL.into_iter().find(|role| role.label() == text) {
             Some(role) => role,
             None => {
-                let choices = plane.shared.config.needed_roles().iter();
+                let choices = plane.shared.config().needed_roles().iter();
                 let choices: Vec<&str> = choices.map(|role| role.label()).collect();
                 let message = format!(
                     "worker_type '{text}' is not supported; choices: {}",
@@ -385,7 +385,7 @@ async fn add_worker(State(plane): Plain, query: QueryOf<UrlQuery>) -> Response {
             reply::text(StatusCode::OK, format!("Successfully added worker: {url}"))
         }
         Ok(Added::Waiting(reason)) => {
-            let limit_secs = plane.shared.config.worker_startup_timeout.as_secs();
+            let limit_secs = plane.shared.config().worker_startup_timeout.as_secs();
             let text = format!(
                 "Added worker: {url}; not ready yet ({reason}). It gets requests once it is, and is dropped if that \
                  takes more than {limit_secs} s"
@@ -429,7 +429,7 @@ async fn add_and_wait(plane: &Arc<Plane>, spec: WorkerSpec) -> Result<Added, Box
             );
         }
     };
-    let limit = plane.shared.config.worker_startup_timeout;
+    let limit = plane.shared.config().worker_startup_timeout;
     // Ready, or removed meanwhile; otherwise the time is over.
     let settled = changes.wait_for(|_| is_settled(plane, key));
     let is_over = tokio::time::timeout(limit.min(ADD_WAIT_MAX), settled)
@@ -698,10 +698,10 @@ async fn flush_cache(State(plane): Plain) -> Response {
     for target in targets {
         let plane = plane.clone();
         requests.spawn(async move {
-            let config = &plane.shared.config;
+            let config = plane.shared.config();
             let timeout = config.health.timeout;
             probe::request(
-                config,
+                &config,
                 &target,
                 Method::POST,
                 "/reset_prefix_cache",

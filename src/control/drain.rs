@@ -36,7 +36,7 @@ async fn run(shared: Arc<Shared>, mut signals: watch::Receiver<u32>) {
     }
     // ORDERING: Relaxed; a hint for new answers, the message in each inbox is what counts.
     shared.draining.store(true, Ordering::Relaxed);
-    let config = &shared.config;
+    let config = shared.config();
     tracing::info!(
         grace_secs = config.drain_grace.as_secs(),
         timeout_secs = config.drain_timeout.as_secs(),

@@ -89,7 +89,7 @@ impl Collector for Scrape {
         self.workers(&mut out, &workers)?;
         self.times(&mut out)?;
         self.tree(&mut out)?;
-        if self.0.shared.config.pd.is_some() {
+        if self.0.shared.config().pd.is_some() {
             self.pd(&mut out)?;
             self.pd_workers(&mut out, &workers)?;
             self.discovery(&mut out)?;
@@ -251,7 +251,7 @@ impl Scrape {
     /// Labels of decisions. The cores count those of both legs together: where the roles' policies differ, it is
     /// neither's.
     fn policy_and_stage(&self) -> (&'static str, &'static str) {
-        let config = &self.0.shared.config;
+        let config = self.0.shared.config();
         match &config.pd {
             None => (config.settings.policy.name(), "regular"),
             Some(pd) if pd.prefill.policy == pd.decode.policy => (pd.prefill.policy.name(), "all"),
@@ -299,7 +299,7 @@ impl Scrape {
     }
 
     fn workers(&self, out: &mut Families, workers: &[WorkerView]) -> fmt::Result {
-        let config = &self.0.shared.config;
+        let config = self.0.shared.config();
         let label = |worker: &WorkerView| [("worker", Label::Shared(worker.url.clone()))];
         let each = |read: fn(&WorkerView) -> u64| {
             workers

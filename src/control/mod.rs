@@ -134,7 +134,7 @@ impl Plane {
 
     /// Why a worker of a role has no place in this fleet.
     fn misfit(&self, role: Role) -> Option<String> {
-        let roles = self.shared.config.needed_roles();
+        let roles = self.shared.config().needed_roles();
         if roles.contains(&role) {
             return None;
         }
@@ -230,8 +230,11 @@ pub fn start(
         probe_now: latest::channel(0).0,
         discovery: discovery::Stats::default(),
     });
-    let discovery_text = plane.shared.config.pd.as_ref();
-    let discovery_text = discovery_text.and_then(|pd| pd.discovery_address.as_deref());
+    let config = plane.shared.config();
+    let discovery_text = config
+        .pd
+        .as_ref()
+        .and_then(|pd| pd.discovery_address.as_deref());
     let discovery = discovery_text.map(discovery::bind).transpose()?;
     let discovery_address = discovery.as_ref().map(|listener| listener.local_addr());
     let discovery_address = discovery_address.transpose()?;
@@ -287,13 +290,13 @@ async fn run(
     metrics_listener: Option<tokio::net::TcpListener>,
     discovery: Option<tokio::net::TcpListener>,
 ) {
-    for worker in plane.shared.config.workers.clone() {
+    for worker in plane.shared.config().workers.clone() {
         let url = worker.url.clone();
         if plane.add(worker, false).is_err() {
             tracing::error!(worker = %url, "worker not registered: no free slot");
         }
     }
-    report_settings(&plane.shared.config);
+    report_settings(&plane.shared.config());
     tokio::spawn(watch::report_start(plane.clone()));
     if let Some(listener) = metrics_listener {
         tokio::spawn(metrics::serve(plane.clone(), listener));

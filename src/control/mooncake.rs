@@ -27,7 +27,7 @@ pub type EngineIds = BTreeMap<u32, Arc<str>>;
 pub(super) async fn run(plane: Arc<Plane>, key: Key) {
     let mut changes = plane.changes.subscribe();
     let (mut answered, mut pause) = (None, PAUSE_MIN);
-    let mut look_again = Instant::now() + plane.shared.config.health.interval;
+    let mut look_again = Instant::now() + plane.shared.config().health.interval;
     loop {
         let Some(question) = plane.registry().question(key) else {
             return;
@@ -39,7 +39,7 @@ pub(super) async fn run(plane: Arc<Plane>, key: Key) {
                 // A process that restarts between two probes is noticed here.
                 () = tokio::time::sleep_until(look_again) => {
                     answered = None;
-                    look_again = Instant::now() + plane.shared.config.health.interval;
+                    look_again = Instant::now() + plane.shared.config().health.interval;
                 }
             }
             pause = PAUSE_MIN;
@@ -69,10 +69,10 @@ pub(super) async fn run(plane: Arc<Plane>, key: Key) {
 
 async fn query(plane: &Plane, bootstrap: &str) -> Result<EngineIds, String> {
     let url = WorkerUrl::parse(bootstrap).map_err(|error| error.to_string())?;
-    let config = &plane.shared.config;
+    let config = plane.shared.config();
     let target = Target { url, address: None };
     let timeout = config.health.timeout;
-    match probe::request(config, &target, Method::GET, "/query", timeout).await {
+    match probe::request(&config, &target, Method::GET, "/query", timeout).await {
         Ok(answer) if answer.status == 200 => parse(&answer.body),
         Ok(answer) => Err(format!("{bootstrap}/query: status {}", answer.status)),
         Err(failure) => Err(format!("{bootstrap}/query: {failure}")),

@@ -327,7 +327,7 @@ impl Registry {
             retiring: Vec::new(),
             free,
             next_key: 0,
-            standings: Standings::new(shared.config.standing, shared.config.health.interval),
+            standings: Standings::new(shared.config().standing, shared.config().health.interval),
             started: Instant::now(),
             shared,
         }
@@ -385,7 +385,7 @@ impl Registry {
             let mut entries = self.entries.iter();
             entries.any(|entry| entry.role == role && entry.is_ready())
         };
-        let needed = self.shared.config.needed_roles().iter().copied();
+        let needed = self.shared.config().needed_roles().iter().copied();
         needed.filter(|role| !is_there(*role)).collect()
     }
 
@@ -413,7 +413,7 @@ impl Registry {
         if self.find(&url).is_some() {
             return Err(AddError::Exists);
         }
-        let rank_count = self.shared.config.data_parallel_size;
+        let rank_count = self.shared.config().data_parallel_size;
         let ranks = self.open_ranks(&url, rank_count).ok_or(AddError::Full)?;
         let key = Key(self.next_key);
         self.next_key += 1;
@@ -428,7 +428,7 @@ impl Registry {
             models: Vec::new(),
             last_failure: None,
             was_added,
-            tracker: Tracker::new(&self.shared.config.health),
+            tracker: Tracker::new(&self.shared.config().health),
             good_count: 0,
             bad_count: 0,
             progress: 0,
@@ -446,7 +446,8 @@ impl Registry {
     }
 
     fn needs_engine_ids(&self, role: Role) -> bool {
-        let pd = self.shared.config.pd.as_ref();
+        let config = self.shared.config();
+        let pd = config.pd.as_ref();
         role == Role::Prefill && pd.is_some_and(|pd| pd.connector == Connector::Mooncake)
     }
 
@@ -519,7 +520,7 @@ impl Registry {
             lease.renewed = now;
             is_back = !std::mem::replace(&mut lease.is_there, true);
         }
-        if let Some(count) = dp_size.filter(|_| self.shared.config.data_parallel_size == 1) {
+        if let Some(count) = dp_size.filter(|_| self.shared.config().data_parallel_size == 1) {
             has_changed |= self.set_rank_count(index, count);
         }
         if is_back {
@@ -551,7 +552,7 @@ impl Registry {
 
     /// Ends the leases that are over at `now`.
     pub fn end_leases(&mut self, now: Instant) -> Ended {
-        let limit = LEASE + self.shared.config.worker_startup_timeout;
+        let limit = LEASE + self.shared.config().worker_startup_timeout;
         let mut ended = Ended::default();
         for entry in &mut self.entries {
             let Some(lease) = &mut entry.lease else {
@@ -655,7 +656,7 @@ impl Registry {
 
     /// Whether the ranks of an engine should be asked for, after the good probe that is about to be applied.
     pub fn wants_rank_count(&self, key: Key) -> bool {
-        let config = &self.shared.config;
+        let config = self.shared.config();
         let is_unsaid = config.pd.is_some() && config.data_parallel_size == 1;
         let entry = self.entry(key).filter(|_| is_unsaid);
         entry.is_some_and(|entry| {
@@ -918,7 +919,7 @@ impl Registry {
             .iter()
             .filter(|(_, standing)| *standing == Standing::Out { why: Why::Stalled });
         for (id, _) in stalled {
-            if self.shared.config.standing.moves_stalled {
+            if self.shared.config().standing.moves_stalled {
                 for core in &self.shared.cores {
                     core.post(ToCore::Stalled(id.slot));
                 }

@@ -67,7 +67,7 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
     let (admin, admin_rx) = mpsc::channel(64);
     let reader = domain.reader(0);
     let shared = Arc::new(Shared {
-        config,
+        config: Arc::new(config).into(),
         books: Box::leak(Box::new(Books::new(slot_count))),
         tree,
         domain,
@@ -109,7 +109,7 @@ pub fn pump(shared: &Shared, told: &mut Told) {
                     core.purged.push(slot);
                 }
                 ToCore::Flush => told.flush_count += 1,
-                ToCore::Stalled(_) => {}
+                ToCore::Stalled(_) | ToCore::Configure(_) => {}
                 ToCore::Drain => told.drain_count += 1,
                 ToCore::Stop => told.stop_count += 1,
             }

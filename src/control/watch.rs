@@ -22,7 +22,6 @@ const REPORT_PAUSE_MAX: Duration = Duration::from_secs(600);
 
 /// Watches one registration until it is removed.
 pub(super) async fn run(plane: Arc<Plane>, key: Key, url: WorkerUrl) {
-    let config = &plane.shared.config;
     let mut probe_now = plane.probe_now.subscribe();
     let mut dice = Dice::new();
     let started = tokio::time::Instant::now();
@@ -48,13 +47,13 @@ pub(super) async fn run(plane: Arc<Plane>, key: Key, url: WorkerUrl) {
             plane.announce_change();
         }
         if applied.phase == Phase::Starting && is_overdue(&plane, key, started.elapsed()) {
-            let limit_secs = config.worker_startup_timeout.as_secs();
+            let limit_secs = plane.shared.config().worker_startup_timeout.as_secs();
             tracing::warn!(worker = %url, limit_secs, "worker did not become ready: dropped");
             plane.remove(key);
             return;
         }
         let pause = health::pause(
-            config,
+            &plane.shared.config(),
             applied.phase,
             probe_count,
             is_first_regular,
@@ -69,8 +68,8 @@ pub(super) async fn run(plane: Arc<Plane>, key: Key, url: WorkerUrl) {
 }
 
 async fn probe(plane: &Plane, key: Key, target: &Target) -> Probed {
-    let config = &plane.shared.config;
-    let outcome = probe::health(config, target).await;
+    let config = plane.shared.config();
+    let outcome = probe::health(&config, target).await;
     let mut models = None;
     let wants_models = outcome.is_ok() && plane.registry().wants_models(key);
     if let (Ok(address), true) = (outcome, wants_models) {
@@ -79,7 +78,7 @@ async fn probe(plane: &Plane, key: Key, target: &Target) -> Probed {
             ..target.clone()
         };
         let timeout = config.health.timeout.min(MODELS_TIMEOUT_MAX);
-        models = match probe::request(config, &target, Method::GET, "/v1/models", timeout).await {
+        models = match probe::request(&config, &target, Method::GET, "/v1/models", timeout).await {
             Ok(answer) if answer.status == 200 => Some(models::parse(&answer.body)),
             // 401 is a key that does not fit, 5xx a worker in trouble: both say nothing about its models.
             Ok(answer) if answer.status == 404 || answer.status == 405 => Some(Vec::new()),
@@ -95,7 +94,7 @@ async fn probe(plane: &Plane, key: Key, target: &Target) -> Probed {
             ..target.clone()
         };
         let timeout = config.health.timeout.min(MODELS_TIMEOUT_MAX);
-        let answer = probe::request(config, &target, Method::GET, "/metrics", timeout).await;
+        let answer = probe::request(&config, &target, Method::GET, "/metrics", timeout).await;
         // An engine that tells nothing of ranks keeps those it has.
         let answer = answer.ok().filter(|answer| answer.status == 200);
         rank_count = answer.and_then(|answer| ranks::count(&answer.body));
@@ -110,7 +109,7 @@ async fn probe(plane: &Plane, key: Key, target: &Target) -> Probed {
 /// Workers of the command line are waited for without end; added ones are dropped, as vllm-router does; the leases of
 /// those that registered themselves tell.
 fn is_overdue(plane: &Plane, key: Key, waited: Duration) -> bool {
-    waited >= plane.shared.config.worker_startup_timeout
+    waited >= plane.shared.config().worker_startup_timeout
         && plane
             .registry()
             .entry(key)
@@ -121,7 +120,7 @@ fn is_overdue(plane: &Plane, key: Key, waited: Duration) -> bool {
 pub(super) async fn report_start(plane: Arc<Plane>) {
     let total_count = plane.registry().entries().len();
     if total_count == 0 {
-        match &plane.shared.config.pd {
+        match &plane.shared.config().pd {
             None => tracing::warn!("no workers yet: add them with POST /add_worker?url="),
             Some(pd) if pd.discovery_address.is_some() => {
                 tracing::info!("no workers yet: engines register themselves");
@@ -133,7 +132,7 @@ pub(super) async fn report_start(plane: Arc<Plane>) {
         return;
     }
     let mut changes = plane.changes.subscribe();
-    let mut period = plane.shared.config.worker_startup_check_interval;
+    let mut period = plane.shared.config().worker_startup_check_interval;
     let first_look = period.min(Duration::from_secs(5));
     let _ = tokio::time::timeout(
         first_look,
@@ -147,7 +146,7 @@ pub(super) async fn report_start(plane: Arc<Plane>) {
         let obstacle = plane.registry().obstacle();
         if missing.is_empty() {
             match obstacle {
-                Some(obstacle) if plane.shared.config.pd.is_some() => tracing::warn!(
+                Some(obstacle) if plane.shared.config().pd.is_some() => tracing::warn!(
                     ready_count,
                     "all workers have been ready, but nothing can be served: {obstacle}"
                 ),

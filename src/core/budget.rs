@@ -22,6 +22,11 @@ impl RetryBudget {
         }
     }
 
+    /// Another ratio from now on; what is saved stays.
+    pub fn set_ratio(&mut self, ratio: f64) {
+        self.ratio = ratio;
+    }
+
     /// A leg of a request has begun.
     pub fn earn(&mut self) {
         self.left = (self.left + self.ratio).min(SAVED_COUNT_MAX);

@@ -127,6 +127,7 @@ impl Hands<'_, '_> {
         const ATTEMPTS: u32 = 4;
         let Core {
             shared,
+            config,
             chain,
             policies,
             scratch,
@@ -141,7 +142,7 @@ impl Hands<'_, '_> {
         let mut closed: Vec<Slot> = Vec::new();
         for attempt in 0..ATTEMPTS {
             let decision = route::decide(
-                shared.config.settings_of(ask.role),
+                config.settings_of(ask.role),
                 length.map(|length| (&prefixes, length)),
                 candidates,
                 if closed.is_empty() { exclude } else { &closed },
@@ -186,7 +187,7 @@ impl World for Hands<'_, '_> {
     type Piece = Lease;
 
     fn config(&self) -> &Config {
-        &self.core.shared.config
+        &self.core.config
     }
 
     fn now_ns(&self) -> u64 {
@@ -273,7 +274,7 @@ impl World for Hands<'_, '_> {
     }
 
     fn is_client_full(&mut self) -> bool {
-        let limit = self.core.shared.config.relay_buffer_bytes;
+        let limit = self.core.config.relay_buffer_bytes;
         self.wire().is_some_and(|wire| wire.queued_bytes > limit)
     }
 
@@ -319,7 +320,7 @@ impl World for Hands<'_, '_> {
             core.chain.clear();
             core.chain_length = None;
         }
-        let policy = core.shared.config.settings_of(ask.role).policy;
+        let policy = core.config.settings_of(ask.role).policy;
         let needs_chain = policy == PolicyKind::CacheAware;
         if needs_chain
             && core.chain_length.is_none()
@@ -463,7 +464,7 @@ impl World for Hands<'_, '_> {
         up.wire.is_held_by_queue = false;
         let wire = &up.wire;
         let is_clean = !wire.is_sending && wire.queue.is_empty() && wire.is_open && !wire.is_dead;
-        let reuses = !core.shared.config.pool_idle_timeout.is_zero();
+        let reuses = !core.config.pool_idle_timeout.is_zero();
         if keep && is_clean && reuses && known(up.slot) {
             up.usage = Use::Idle;
             let slot = up.slot;

@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 
 use shards::{Lesson, Pin, PrefixHash, Reader, Receiver, Sender, Shard, Slot};
 
+use crate::config::Config;
 use crate::exchange::Session;
 use crate::ring::{Abilities, Event, Received, Ring, RingLimits, Token, send_now};
 use crate::route::{self, Batches, Decision, KeySeed, Role};
@@ -100,6 +101,8 @@ pub fn spawn(seed: Seed) -> io::Result<std::thread::JoinHandle<io::Result<()>>> 
 pub struct Core {
     index: usize,
     shared: Arc<Shared>,
+    /// What holds now; the control thread sends another one.
+    config: Arc<Config>,
     ring: Ring,
     downs: Table<Down>,
     ups: Table<Up>,
@@ -145,7 +148,7 @@ pub struct Core {
 
 impl Core {
     fn new(seed: Seed) -> io::Result<(Core, Reader)> {
-        let config = &seed.shared.config;
+        let config = seed.shared.config();
         let limits = RingLimits {
             buffer_count: config.recv_buffer_count,
             buffer_bytes: config.recv_buffer_bytes,
@@ -189,6 +192,7 @@ impl Core {
             starved: Vec::new(),
             complained_ns: 0,
             purging: Vec::new(),
+            config,
             shared: seed.shared,
         };
         Ok((core, seed.reader))
@@ -291,10 +295,17 @@ impl Core {
                     }
                     self.shard.clear();
                 }
+                ToCore::Configure(config) => self.configure(config),
                 ToCore::Drain => self.drain(turn),
                 ToCore::Stop => self.stop(),
             }
         }
+    }
+
+    /// Other settings from now on: each is read where it is used.
+    fn configure(&mut self, config: Arc<Config>) {
+        self.retry_budget.set_ratio(config.retry.budget_ratio);
+        self.config = config;
     }
 
     /// What waits for a worker's answer may go elsewhere.
@@ -651,8 +662,7 @@ impl Core {
                 .value()
                 .saturating_sub(core.stats.closed.value())
         };
-        self.shared.cores.iter().map(open).sum::<u64>()
-            > self.shared.config.connection_count_max as u64
+        self.shared.cores.iter().map(open).sum::<u64>() > self.config.connection_count_max as u64
     }
 
     fn accept_ended(&mut self, turn: Turn<'_>, errno: i32) {
@@ -678,7 +688,7 @@ impl Core {
     // ---- timers ----
 
     fn handle_timers(&mut self, turn: Turn<'_>) {
-        let stall_ns = self.shared.config.body_read_timeout.as_nanos() as u64;
+        let stall_ns = self.config.body_read_timeout.as_nanos() as u64;
         let mut due = Vec::new();
         self.wheel.advance(turn.now_ns, &mut due);
         for token in due {
@@ -726,7 +736,7 @@ impl Core {
 
     fn sweep(&mut self, turn: Turn<'_>) {
         let mut old = Vec::new();
-        let timeout = self.shared.config.pool_idle_timeout.as_nanos() as u64;
+        let timeout = self.config.pool_idle_timeout.as_nanos() as u64;
         self.idles
             .expire(turn.now_ns.saturating_sub(timeout), &mut old);
         self.idles
@@ -814,7 +824,7 @@ impl Core {
 
     /// Queues bytes for a peer and, if too many wait, stops reading from the other side.
     fn queue(&mut self, token: Token, outgoing: Outgoing) {
-        let limit = self.shared.config.relay_buffer_bytes;
+        let limit = self.config.relay_buffer_bytes;
         let now_ns = self.clock_ns();
         let Some(wire) = self.wire(token) else { return };
         if wire.is_dead {
@@ -866,7 +876,7 @@ impl Core {
 
     /// After bytes have left: the other side is read again, or a finished connection closes.
     fn drained(&mut self, turn: Turn<'_>, token: Token) {
-        let limit = self.shared.config.relay_buffer_bytes / 2;
+        let limit = self.config.relay_buffer_bytes / 2;
         let Some(wire) = self.wire(token) else { return };
         if wire.queued_bytes <= limit
             && let Some(source) = self.source(token)
@@ -946,7 +956,7 @@ impl Core {
 
     /// A finishing connection is cut when its client takes nothing for as long as a body may pause.
     fn put_off_cut(&mut self, token: Token) {
-        let at = self.clock_ns() + self.shared.config.body_read_timeout.as_nanos() as u64;
+        let at = self.clock_ns() + self.config.body_read_timeout.as_nanos() as u64;
         self.set_deadline(token, at);
     }
 
