@@ -21,6 +21,7 @@ mod models {
     mod find_under_set_replacement;
     mod find_under_split;
     mod forest;
+    mod gate_lets_in_the_next;
     mod guard_counts_exactly;
     mod guard_ends_once;
     mod guard_seat_is_taken_once;

@@ -5,6 +5,7 @@
 //! |---|---|---|---|
 //! | `ids` | slots, workers, prefix hashes | | |
 //! | `load` | in-flight counts, owned by [`LoadGuard`]s | any core | any core |
+//! | `gate` | who runs, who waits, and who is next | any core; each core its head | any core |
 //! | `epoch` | pins, and bins of what they may still see | each core its seat | owners of bins |
 //! | `publish` | a value replaced whole | one publisher | any core |
 //! | `mailbox` | a bounded ring between two cores | its two ends | its two ends |
@@ -25,6 +26,8 @@
 //! | `Books::underflow_count` | any guard | gauges | R | B2 | `guard_ends_once` |
 //! | `Claim::phase` | the guards of one count | the same | activate R, then L/A; release AR | B1, B6 | `guard_ends_once` |
 //! | the `Arc` of a claim | the guards of one count | | the Arc's own | B1 | `guard_ends_once` |
+//! | `Gate::word`, `tickets` | any core | any core, gauges | R | G1, G2, G4 | `gate_lets_in_the_next` |
+//! | `Gate::heads` | own core; claimed by any | any core | R with SeqCst fences | G1, G3 | `gate_lets_in_the_next` |
 //! | `Domain::global` | owners of bins | readers | add L; load R, then fence SeqCst | E1 | `epoch_frees_nothing_in_use` |
 //! | `Seat::epoch` | own reader | owners of bins | pin L, fence SeqCst; unpin L; scan fence SeqCst, A | E1, E2 | `epoch_frees_nothing_in_use` |
 //! | `Seat::taken` | reader handles | the same | swap A; store L | one reader per seat | (a lock of its own, at start) |
@@ -44,6 +47,7 @@
 mod counters;
 mod doorbell;
 mod epoch;
+mod gate;
 mod ids;
 mod load;
 mod mailbox;
@@ -56,6 +60,7 @@ mod tree;
 pub use counters::{Counter, Gauge, Histogram, HistogramSnapshot};
 pub use doorbell::Doorbell;
 pub use epoch::{Bin, Domain, Pin, Reader};
+pub use gate::{Entry, Gate, Permit};
 pub use ids::{PrefixHash, SLOT_COUNT_MAX, Slot, WorkerId};
 pub use load::{Books, Load, LoadGuard};
 pub use mailbox::{Receiver, Sender, mailbox};

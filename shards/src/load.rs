@@ -234,13 +234,13 @@ impl Books {
         }
     }
 
-    fn count_in(&self, worker: WorkerId, prompt_bytes: u64) -> bool {
+    fn count_in(&self, worker: WorkerId, prompt_bytes: u64, below: u32) -> bool {
         // ORDERING: Acquire pairs with open's Release: details of the old incarnation are settled before ours begin.
         let counted = self
             .word(worker.slot)
             .fetch_update(Ordering::Acquire, Ordering::Relaxed, |word| {
                 let word = Word(word);
-                (word.is_open_for(worker) && !word.is_full()).then(|| word.plus_one().0)
+                (word.is_open_for(worker) && word.in_flight() < below).then(|| word.plus_one().0)
             })
             .is_ok();
         if counted {
@@ -376,8 +376,18 @@ pub struct LoadGuard<R: Deref<Target = Books> = &'static Books> {
 impl<R: Deref<Target = Books> + Clone> LoadGuard<R> {
     /// Counts one exchange of `prompt_bytes` as waiting. `None`: closed, or another incarnation.
     pub fn acquire(books: R, worker: WorkerId, prompt_bytes: u64) -> Option<Self> {
+        Self::acquire_below(books, worker, prompt_bytes, u32::MAX)
+    }
+
+    /// The same, and only while fewer than `below` are in flight, in one step.
+    pub fn acquire_below(
+        books: R,
+        worker: WorkerId,
+        prompt_bytes: u64,
+        below: u32,
+    ) -> Option<Self> {
         books
-            .count_in(worker, prompt_bytes)
+            .count_in(worker, prompt_bytes, below)
             .then(|| Self::own(books, worker, prompt_bytes))
     }
 
