@@ -12,20 +12,22 @@
 //!    [`control`] whole), anything else (passed through).
 //! 4. **body** It is put behind the fields in the same buffer. Nothing is re-serialised: the worker gets the client's bytes.
 //! 5. **scan** One pass over the JSON finds the fields that matter and refuses what is no JSON ([`route::scan`]).
-//! 6. **key** The prompt's raw bytes become a chain of block hashes ([`route::chain`]).
-//! 7. **find, score, pick** [`route::decide`] asks the shards (`shards::Tree`, read without a lock from any core) who holds
+//! 6. **gate** While fewer than `--max-concurrent-requests` run, all cores together, the request is let in; else it waits
+//!    in line, in the order of arrival across cores (`shards::Gate`, `exchange::wait`), and is refused if the line is full.
+//! 7. **key** The prompt's raw bytes become a chain of block hashes ([`route::chain`]).
+//! 8. **find, score, pick** [`route::decide`] asks the shards (`shards::Tree`, read without a lock from any core) who holds
 //!    the longest prefix, compares the thresholds with *that* worker's load, and picks.
-//! 8. **seat** `shards::LoadGuard::acquire_at` takes the count if the load is still the one the choice was made on; else
+//! 9. **seat** `shards::LoadGuard::acquire_at` takes the count if the load is still the one the choice was made on; else
 //!    the choice is made anew. The guard lives in the exchange and gives the count back on every way out.
-//! 9. **lesson** What the chosen worker does not have yet goes to the owners of the shards, by mailbox ([`route::lessons`]).
-//! 10. **forward** Request line, `Host` and length are written into the gap, and the buffer leaves over a kept-alive
+//! 10. **lesson** What the chosen worker does not have yet goes to the owners of the shards, by mailbox ([`route::lessons`]).
+//! 11. **forward** Request line, `Host` and length are written into the gap, and the buffer leaves over a kept-alive
 //!     connection of this core ([`upstream`]) or a new one.
-//! 11. **relay** The answer's head is written anew ([`http::response`]); its body goes on as it comes, from the buffer it
+//! 12. **relay** The answer's head is written anew ([`http::response`]); its body goes on as it comes, from the buffer it
 //!     was received into. [`http::Body`] only follows the framing to know the end. A slow client stops the reading from
 //!     its worker.
-//! 12. **release** The exchange is recorded and dropped; both connections are kept if both sides allow.
+//! 13. **release** The exchange is recorded and dropped, the next one in line is let in; both connections are kept if both sides allow.
 //!
-//! With prefill/decode disaggregation steps 7 to 11 happen twice: both seats are taken at once, the prefill leg's answer
+//! With prefill/decode disaggregation steps 8 to 12 happen twice: both seats are taken at once, the prefill leg's answer
 //! is read for its transfer parameters, and the decode leg, which carries them, is relayed (`exchange::pd`). Each leg's
 //! body is the client's with spliced edits ([`route::splice`](route::write_prefill)).
 //!
@@ -40,8 +42,8 @@
 //!
 //! # Invariants
 //!
-//! Ids stand at the top of the file that keeps them: B* books, T* tree, P* publish (crate `shards`), R* ring, C* core,
-//! E* exchange (there also P1 to P4 the two legs, W* both at once), J* standing. Each of `shards`' has its loom model in
+//! Ids stand at the top of the file that keeps them: B* books, G* gate, T* tree, P* publish (crate `shards`), R* ring, C* core,
+//! E* exchange (there also P1 to P4 the two legs, W* both at once, Q* those who wait), J* standing. Each of `shards`' has its loom model in
 //! `loom_tests`.
 #![deny(missing_docs)]
 #![warn(clippy::dbg_macro, clippy::todo, clippy::unimplemented)]

@@ -6,11 +6,13 @@
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use ahash::AHashMap;
 use crossbeam::queue::SegQueue;
-use shards::{Books, Counter, Domain, Doorbell, Gauge, Histogram, Published, Slot, Tree, WorkerId};
+use shards::{
+    Books, Counter, Domain, Doorbell, Gate, Gauge, Histogram, Published, Slot, Tree, WorkerId,
+};
 
 use crate::config::Config;
 use crate::route::{Candidates, Reason, Role, Whole};
@@ -201,6 +203,10 @@ pub enum ToCore {
     Purge(Slot),
     /// A worker shows no sign of life while its peers work: what waits for it may go elsewhere.
     Stalled(Slot),
+    /// The head of the core's line has been let in.
+    YourTurn,
+    /// Those who wait for a worker may find one now.
+    Rouse,
     /// The configuration that holds from now on.
     Configure(Arc<Config>),
     /// `/flush_cache`: forget every prefix.
@@ -369,10 +375,12 @@ pub enum Outcome {
     Broken,
     /// The client left before the end.
     ClientGone,
+    /// Too many requests ran and waited, or it waited too long (429, 503).
+    Overloaded,
 }
 
 /// Number of [`Outcome`]s.
-pub const OUTCOME_COUNT: usize = 8;
+pub const OUTCOME_COUNT: usize = 9;
 
 impl Outcome {
     /// All, in the order of their numbers.
@@ -385,6 +393,7 @@ impl Outcome {
         Outcome::WorkerFailed,
         Outcome::Broken,
         Outcome::ClientGone,
+        Outcome::Overloaded,
     ];
 
     /// The label in metrics.
@@ -398,6 +407,7 @@ impl Outcome {
             Outcome::WorkerFailed => "worker_failed",
             Outcome::Broken => "broken",
             Outcome::ClientGone => "client_gone",
+            Outcome::Overloaded => "overloaded",
         }
     }
 }
@@ -516,6 +526,12 @@ pub struct CoreStats {
     pub lessons_dropped: Counter,
     /// Turns of the event loop.
     pub turns: Counter,
+    /// Requests that were let in and are over.
+    pub left: Counter,
+    /// Requests that wait for a worker now; those that wait for a turn are the gate's.
+    pub aside: Gauge,
+    /// How long requests waited for a turn or a worker, of those that got it.
+    pub waits: Histogram<22>,
     /// Requests that go in two legs.
     pub pd: PdStats,
 }
@@ -555,6 +571,9 @@ impl CoreStats {
             malformed: Counter::new(),
             lessons_dropped: Counter::new(),
             turns: Counter::new(),
+            left: Counter::new(),
+            aside: Gauge::new(),
+            waits: Histogram::new(&LATENCY_BOUNDS_NS),
             pd: PdStats::new(),
         }
     }
@@ -567,6 +586,8 @@ pub struct CoreShared {
     pub doorbell: Doorbell,
     /// An eventfd; a write wakes the core's one sleep.
     pub wake: OwnedFd,
+    /// A [`ToCore::Rouse`] is on its way.
+    is_roused: AtomicBool,
     /// Slots whose purge this core's shard has finished are told here: (slot, done) by the core, read by control.
     pub purged: SegQueue<Slot>,
     /// Written by the core only.
@@ -583,6 +604,7 @@ impl CoreShared {
             inbox: SegQueue::new(),
             doorbell: Doorbell::new(),
             wake: crate::ring::eventfd()?,
+            is_roused: AtomicBool::new(false),
             purged: SegQueue::new(),
             stats: CoreStats::new(slot_count),
         })
@@ -599,6 +621,20 @@ impl CoreShared {
         if self.doorbell.ring() {
             crate::ring::signal(&self.wake);
         }
+    }
+
+    /// Tells the core that somebody may find a worker now, if anybody waits for one there.
+    fn rouse(&self) {
+        // ORDERING: Relaxed; a hint: who is missed looks again within a quarter of a second.
+        if self.stats.aside.value() > 0 && !self.is_roused.swap(true, Ordering::Relaxed) {
+            self.post(ToCore::Rouse);
+        }
+    }
+
+    /// The message has come: the next one is worth sending.
+    pub fn begin_rouse(&self) {
+        // ORDERING: Relaxed; as in `rouse`.
+        self.is_roused.store(false, Ordering::Relaxed);
     }
 
     /// Next message; the core's own thread only.
@@ -618,6 +654,10 @@ pub struct Shared {
     pub config: std::sync::Mutex<Arc<Config>>,
     /// The books. Leaked once: they live as long as the process, and guards stay plain references.
     pub books: &'static Books,
+    /// Who may use workers. Leaked once, as the books are.
+    pub gate: &'static Gate,
+    /// When a refused client may come again, in seconds, at least 1: written by the control thread.
+    pub retry_after_secs: AtomicU32,
     /// The prefix tree, read side.
     pub tree: Arc<Tree>,
     /// Reclamation domain; reader `i` is core `i`.
@@ -654,6 +694,14 @@ impl Shared {
             .unwrap_or_else(std::sync::PoisonError::into_inner) = config.clone();
         for core in &self.cores {
             core.post(ToCore::Configure(config.clone()));
+        }
+    }
+
+    /// Tells the cores, but one, that somebody who waits for a worker may find one now.
+    pub fn rouse(&self, but: Option<usize>) {
+        let cores = self.cores.iter().enumerate();
+        for (_, core) in cores.filter(|(index, _)| Some(*index) != but) {
+            core.rouse();
         }
     }
 

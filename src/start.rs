@@ -3,10 +3,10 @@
 use std::fmt;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::thread::JoinHandle;
 
-use shards::{Books, Domain, Lesson, Receiver, SLOT_COUNT_MAX, Sender, TreeLimits};
+use shards::{Books, Domain, Gate, Lesson, Receiver, SLOT_COUNT_MAX, Sender, TreeLimits};
 
 use crate::config::Config;
 use crate::control::{self, Control};
@@ -88,6 +88,8 @@ pub fn start(config: Config) -> Result<Router, StartError> {
         config: Arc::new(config).into(),
         // Lives as long as the process, so that a guard is a plain reference: no count that all cores would write.
         books: Box::leak(Box::new(Books::new(SLOT_COUNT_MAX))),
+        gate: Box::leak(Box::new(Gate::new(count))),
+        retry_after_secs: AtomicU32::new(1),
         tree,
         domain: domain.clone(),
         fleet,

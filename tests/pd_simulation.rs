@@ -15,16 +15,17 @@ use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
 
 use clap::Parser;
+use common::line::Line;
 use common::naive::{Message, chunked, field, read_message, status};
 use common::{Rng, seed};
 use corelane::config::{Cli, Config};
 use corelane::exchange::{
-    Ask, Dial, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
+    Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
 };
 use corelane::route::Role;
 use corelane::shared::{AdminRequest, Route, Worker};
 use serde_json::{Value, json};
-use shards::{Books, LoadGuard, Slot, WorkerId};
+use shards::{Books, LoadGuard, Permit, Slot, WorkerId};
 
 const PREFILL_COUNT: u16 = 3;
 const WORKER_COUNT: u16 = 6;
@@ -516,6 +517,8 @@ struct Told {
 #[derive(Clone, Copy, Default)]
 struct Odds {
     no_seat: u64,
+    queued: u64,
+    full: u64,
     held: u64,
     missing_bytes: u64,
 }
@@ -574,6 +577,7 @@ struct Sim {
     books: &'static Books,
     rng: Rng,
     odds: Odds,
+    line: Line,
     now_ns: u64,
     deadline_ns: u64,
     is_draining: bool,
@@ -929,6 +933,28 @@ impl World for Sim {
         self.deadline_ns = at_ns;
     }
 
+    fn enter(&mut self) -> Entrance {
+        let (limit, queue_max) = (
+            u32::from(!self.chance(self.odds.queued)),
+            u32::from(!self.chance(self.odds.queued)),
+        );
+        self.line.enter(limit, queue_max)
+    }
+    fn step_aside(&mut self, permit: Permit) -> Result<(), Permit> {
+        let queue_max = u32::from(!self.chance(self.odds.queued));
+        self.line.step_aside(permit, queue_max)
+    }
+    fn stop_waiting(&mut self) {
+        self.line.stop_waiting();
+    }
+    fn leave(&mut self, permit: Permit) {
+        let _ = permit.leave();
+    }
+    fn retry_after_secs(&self) -> u32 {
+        7
+    }
+    fn record_wait(&mut self, _: u64) {}
+
     fn choose(&mut self, ask: Ask<'_>) -> Result<Seat, NoSeat> {
         let mut tried = ask.tried.to_vec();
         tried.sort();
@@ -957,6 +983,9 @@ impl World for Sim {
         }
         if self.chance(self.odds.no_seat) {
             return Err(NoSeat::NoneEligible);
+        }
+        if !ask.is_followed_up && self.chance(self.odds.full) {
+            return Err(NoSeat::Full);
         }
         let fleet = self.fleet.iter().flatten().map(|worker| worker.id);
         let left: Vec<WorkerId> = fleet
@@ -1386,6 +1415,7 @@ impl Play {
             books: self.books,
             rng: Rng(self.seed.wrapping_add(self.parts.len() as u64)),
             odds: self.odds,
+            line: Line::new(),
             now_ns: self.now_ns,
             deadline_ns: u64::MAX,
             is_draining: self.is_draining,
@@ -1496,6 +1526,10 @@ impl Play {
                 part.sim.orphan.is_none() || part.is_over() || part.sim.leg.is_some(),
                 "an orphan without a leg does not end"
             );
+            let has_seat = part.sim.orphan.is_none() && !part.sim.held().is_empty();
+            part.sim
+                .line
+                .check(has_seat, part.is_over() || part.session.is_idle());
             for (slot, is_active) in part.sim.held() {
                 let (held, active) = &mut want[usize::from(slot.0)];
                 *held += 1;
@@ -1566,6 +1600,12 @@ impl Play {
             if failed { "worker reset" } else { "worker end" },
             |session, sim| session.on_worker_end(sim, failed),
         );
+    }
+
+    /// A request that waits is let in.
+    fn turn(&mut self, part: usize) {
+        let permit = self.parts[part].sim.line.turn();
+        self.event(part, "turn", |session, sim| session.on_turn(sim, permit));
     }
 
     fn deadline(&mut self, part: usize) {
@@ -1830,6 +1870,7 @@ enum Event {
     Restart(Slot),
     Return,
     Jump,
+    Turn(usize),
 }
 
 impl Play {
@@ -1838,6 +1879,9 @@ impl Play {
         let mut events = Vec::new();
         for n in 0..self.parts.len() {
             let sim = &mut self.parts[n].sim;
+            if sim.line.is_waiting {
+                events.push(Event::Turn(n));
+            }
             if sim
                 .leg
                 .as_ref()
@@ -1891,6 +1935,7 @@ impl Play {
             Event::WorkerEnd(part, failed) => self.worker_end(part, failed),
             Event::Deadline(part) => self.deadline(part),
             Event::Drain => self.drain(),
+            Event::Turn(part) => self.turn(part),
             Event::Eject(slot) => self.eject(slot),
             Event::Restart(slot) => self.restart(slot),
             Event::Return => self.return_all(),
@@ -2132,6 +2177,8 @@ fn random_play(seed: u64, configs: &[Rc<Config>]) -> Play {
     let config = &configs[rng.below(configs.len() as u64) as usize];
     let odds = Odds {
         no_seat: rng.below(3) * 4,
+        queued: rng.below(3) * 10,
+        full: rng.below(3) * 10,
         held: 10,
         missing_bytes: rng.below(2) * 200,
     };

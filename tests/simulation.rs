@@ -10,15 +10,16 @@ mod common;
 use std::collections::{HashSet, VecDeque};
 use std::rc::Rc;
 
+use common::line::Line;
 use common::naive::{Message, chunked, field, read_message, status};
 use common::{Rng, seed};
 use corelane::config::Config;
 use corelane::exchange::{
-    Ask, Dial, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
+    Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
 };
 use corelane::route::Role;
 use corelane::shared::{AdminReply, AdminRequest, Route, Worker};
-use shards::{Books, LoadGuard, Slot, WorkerId};
+use shards::{Books, LoadGuard, Permit, Slot, WorkerId};
 
 const WORKER_COUNT: u16 = 4;
 const SECOND_NS: u64 = 1_000_000_000;
@@ -300,6 +301,8 @@ struct Odds {
     reused: u64,
     refused: u64,
     no_seat: u64,
+    queued: u64,
+    full: u64,
     gone_from_fleet: u64,
     admin_busy: u64,
     held: u64,
@@ -311,6 +314,7 @@ struct Sim {
     asks: Rc<Vec<Asked>>,
     rng: Rng,
     odds: Odds,
+    line: Line,
     now_ns: u64,
     deadline_ns: u64,
     books: &'static Books,
@@ -436,6 +440,28 @@ impl World for Sim {
         self.deadline_ns = at_ns;
     }
 
+    fn enter(&mut self) -> Entrance {
+        let (limit, queue_max) = (
+            u32::from(!self.chance(self.odds.queued)),
+            u32::from(!self.chance(self.odds.queued)),
+        );
+        self.line.enter(limit, queue_max)
+    }
+    fn step_aside(&mut self, permit: Permit) -> Result<(), Permit> {
+        let queue_max = u32::from(!self.chance(self.odds.queued));
+        self.line.step_aside(permit, queue_max)
+    }
+    fn stop_waiting(&mut self) {
+        self.line.stop_waiting();
+    }
+    fn leave(&mut self, permit: Permit) {
+        let _ = permit.leave();
+    }
+    fn retry_after_secs(&self) -> u32 {
+        7
+    }
+    fn record_wait(&mut self, _: u64) {}
+
     fn choose(&mut self, ask: Ask<'_>) -> Result<Seat, NoSeat> {
         assert_eq!(
             ask.tried, self.chosen,
@@ -443,6 +469,9 @@ impl World for Sim {
         );
         if ask.tried.is_empty() && self.chance(self.odds.no_seat) {
             return Err(NoSeat::NoneEligible);
+        }
+        if !ask.is_followed_up && self.chance(self.odds.full) {
+            return Err(NoSeat::Full);
         }
         let left: Vec<WorkerId> = self
             .workers
@@ -689,6 +718,7 @@ impl Case {
             asks: Rc::new(asks),
             rng: Rng(seed),
             odds: Odds::default(),
+            line: Line::new(),
             now_ns: 1000 * SECOND_NS,
             deadline_ns: u64::MAX,
             books,
@@ -748,6 +778,8 @@ impl Case {
             );
         }
         let is_over = sim.closed.is_some();
+        let is_idle = is_over || self.session.is_idle();
+        sim.line.check(held > 0, is_idle);
         if is_over || self.session.is_idle() {
             assert_eq!(held, 0, "E1: a count is held for nobody");
             assert!(sim.leg.is_none(), "a leg serves nobody");
@@ -871,6 +903,13 @@ impl Case {
         };
         self.session.on_admin_reply(&mut self.sim, &answer);
         self.check("admin reply", 0);
+    }
+
+    /// A request that waits is let in.
+    fn turn(&mut self) {
+        let permit = self.sim.line.turn();
+        self.session.on_turn(&mut self.sim, permit);
+        self.check("turn", 0);
     }
 
     fn drain(&mut self) {
@@ -1255,6 +1294,8 @@ fn random_case(bench: &Bench, seed: u64) -> Case {
         reused: 50,
         refused: rng.below(3) * 10,
         no_seat: rng.below(3) * 5,
+        queued: rng.below(3) * 10,
+        full: rng.below(3) * 10,
         gone_from_fleet: rng.below(3) * 5,
         admin_busy: 20,
         held: 10,
@@ -1318,6 +1359,7 @@ enum Event {
     Admin,
     Deadline,
     Drain,
+    Turn,
     Tick,
 }
 
@@ -1389,6 +1431,9 @@ fn events(case: &mut Case, rng: &mut Rng) -> Vec<Event> {
     if !case.sim.admin.is_empty() {
         add(Event::Admin, 3);
     }
+    if case.sim.line.is_waiting {
+        add(Event::Turn, 3);
+    }
     if !case.has_drained && rng.below(100) == 0 {
         add(Event::Drain, 1);
     }
@@ -1448,6 +1493,7 @@ fn play_random(case: &mut Case) {
             Event::Admin => case.admin_reply(),
             Event::Deadline => case.deadline(),
             Event::Drain => case.drain(),
+            Event::Turn => case.turn(),
             Event::Tick => case.sim.now_ns += rng.below(SECOND_NS / 10),
         }
     }

@@ -494,6 +494,33 @@ pub struct LimitArgs {
     #[arg(value_parser = value_parser!(u64).range(1..=17_179_869_184), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_MAX_PAYLOAD_SIZE", hide_env = true)]
     pub max_payload_size: u64,
+    /// Requests that use workers at a time, all cores together, each from its whole body to the last byte of its
+    /// answer; further ones wait (0 or -1: no limit)
+    #[arg(long, default_value_t = 32_768, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(i64).range(-1..=u32::MAX as i64 - 1), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_MAX_CONCURRENT_REQUESTS", hide_env = true)]
+    pub max_concurrent_requests: i64,
+    /// Requests that may wait for their turn or for a worker, all cores together; further ones get 429 (0: none waits)
+    #[arg(long, default_value_t = 100, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(..=16_777_216), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_QUEUE_SIZE", hide_env = true)]
+    pub queue_size: u32,
+    /// How long a request may wait for its turn before it gets 503
+    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(..=86_400), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_QUEUE_TIMEOUT_SECS", hide_env = true)]
+    pub queue_timeout_secs: u64,
+    /// Requests that one worker may have at a time; when all have, further ones wait (0 or -1: no limit). A decode
+    /// leg whose prompt is computed does not wait
+    #[arg(long, default_value_t = 0, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(i64).range(-1..=u32::MAX as i64 - 1), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_WORKER_MAX_CONCURRENT", hide_env = true)]
+    pub worker_max_concurrent: i64,
+    /// How long a request may wait while no worker is there (the last one is being replaced, say) before it gets 503
+    #[arg(long, default_value_t = 1000, value_name = "MILLISECONDS")]
+    #[arg(value_parser = value_parser!(u64).range(..=3_600_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_NO_WORKER_WAIT_MS", hide_env = true)]
+    pub no_worker_wait_ms: u64,
     /// Client connections, all cores together (0: what the descriptor limit allows)
     #[arg(
         long,

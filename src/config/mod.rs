@@ -152,7 +152,7 @@ pub struct Config {
 
     /// Retries.
     pub retry: RetryConfig,
-    /// Whole exchange with a worker.
+    /// From the whole request to the first byte of its answer, waiting and retries included.
     pub request_timeout: Duration,
     /// Waiting for the first byte of an answer.
     pub first_byte_timeout: Duration,
@@ -180,6 +180,16 @@ pub struct Config {
 
     /// Largest body of a routed request, inclusive.
     pub body_bytes_max: usize,
+    /// Requests that use workers at a time, all cores together; `u32::MAX`: any number.
+    pub request_count_max: u32,
+    /// Requests that may wait, all cores together.
+    pub queue_count_max: u32,
+    /// How long one may wait for its turn.
+    pub queue_timeout: Duration,
+    /// Requests that one worker may have at a time; `u32::MAX`: any number.
+    pub worker_request_count_max: u32,
+    /// How long a request may wait while there is no worker; zero: not at all.
+    pub no_worker_wait: Duration,
     /// Client connections, all cores together.
     pub connection_count_max: usize,
     /// Largest head.
@@ -318,6 +328,11 @@ impl Config {
             },
             standing: StandingConfig::from_args(&standing),
             body_bytes_max: size("max-payload-size", limits.max_payload_size)?,
+            request_count_max: count_or_any(limits.max_concurrent_requests),
+            queue_count_max: limits.queue_size,
+            queue_timeout: secs(limits.queue_timeout_secs),
+            worker_request_count_max: count_or_any(limits.worker_max_concurrent),
+            no_worker_wait: ms(limits.no_worker_wait_ms),
             connection_count_max: match limits.max_connections {
                 0 => machine::connection_count_max(),
                 count => count as usize,
@@ -363,11 +378,33 @@ impl Config {
         let mut shown = self.general_json();
         if let Some(shown) = shown.as_object_mut() {
             shown.extend(self.standing.public_json());
+            shown.extend(self.admission_json());
             if let Some(pd) = &self.pd {
                 shown.insert("pd".to_owned(), pd.public_json());
             }
         }
         shown
+    }
+
+    fn admission_json(&self) -> impl Iterator<Item = (String, serde_json::Value)> {
+        let wait_ms = u64::try_from(self.no_worker_wait.as_millis()).unwrap_or(u64::MAX);
+        // Any number is shown as it is said: 0.
+        let count = |count: u32| if count == u32::MAX { 0 } else { count };
+        [
+            (
+                "max_concurrent_requests",
+                count(self.request_count_max).into(),
+            ),
+            ("queue_size", self.queue_count_max.into()),
+            ("queue_timeout_secs", self.queue_timeout.as_secs().into()),
+            (
+                "worker_max_concurrent",
+                count(self.worker_request_count_max).into(),
+            ),
+            ("no_worker_wait_ms", wait_ms.into()),
+        ]
+        .into_iter()
+        .map(|(name, value): (&str, serde_json::Value)| (name.to_owned(), value))
     }
 
     fn general_json(&self) -> serde_json::Value {
@@ -466,6 +503,14 @@ fn retry(args: &ReliabilityArgs) -> Result<RetryConfig, ConfigError> {
         backoff_multiplier: args.retry_backoff_multiplier,
         jitter_factor: args.retry_jitter_factor,
     })
+}
+
+/// 0, or vllm-router's -1: no limit.
+fn count_or_any(count: i64) -> u32 {
+    match u32::try_from(count) {
+        Ok(0) | Err(_) => u32::MAX,
+        Ok(count) => count,
+    }
 }
 
 // A core is pinned to a CPU of its own.

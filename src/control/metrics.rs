@@ -108,6 +108,7 @@ fn error_type(outcome: Outcome) -> Option<&'static str> {
         Outcome::WorkerFailed => Some("backend_error"),
         Outcome::Broken => Some("broken_stream"),
         Outcome::ClientGone => Some("client_gone"),
+        Outcome::Overloaded => Some("overloaded"),
     }
 }
 
@@ -570,6 +571,11 @@ impl Scrape {
             "corelane_added_seconds",
             "The router's own time: request complete to request sent, answer head in to answer head out",
             merged(|stats| stats.added.snapshot()).as_ref(),
+        )?;
+        out.histogram(
+            "corelane_queue_wait_seconds",
+            "How long requests that waited for their turn or a worker had waited when they got it",
+            merged(|stats| stats.waits.snapshot()).as_ref(),
         )
     }
 
@@ -612,6 +618,17 @@ impl Scrape {
         let closed = self.sum(|stats| stats.closed.value());
         let upstream_opened = self.sum(|stats| stats.upstream_opened.value());
         let upstream_closed = self.sum(|stats| stats.upstream_closed.value());
+        let (running, waiting) = self.0.shared.gate.counts();
+        out.gauge(
+            "corelane_running_requests",
+            "Requests that use workers now, each to the last byte of its answer",
+            u64::from(running),
+        )?;
+        out.gauge(
+            "corelane_queued_requests",
+            "Requests that wait for their turn or for a worker",
+            u64::from(waiting),
+        )?;
         out.counter(
             "corelane_connections_accepted",
             "Connections from clients",

@@ -3,11 +3,12 @@
 //! `registry` is the list of workers and writes the fleet; `watch` probes them (`health` judges, `probe` asks, `models`
 //! reads their lists, `ranks` their data-parallel ranks); `discovery` takes the registrations of engines (by `zmtp`), `mooncake` asks for
 //! their ids; `admin` answers the admin paths that cores hand over (`exchange::paths` says which); `metrics` serves
-//! Prometheus; `drain` ends the process well. It talks to the cores by the published fleet and by their inboxes; a core
+//! Prometheus; `admission` tells when refused clients may come again; `drain` ends the process well. It talks to the cores by the published fleet and by their inboxes; a core
 //! never waits for it. The registry's mutex is taken by this thread and by callers of [`Control`], never by a core.
 #![forbid(unsafe_code)]
 
 mod admin;
+mod admission;
 mod discovery;
 mod drain;
 mod health;
@@ -307,6 +308,8 @@ async fn run(
     let admin = admin::Admin::new(plane.clone());
     let drain = Drain::new(plane.shared.clone());
     let mut changes = plane.changes.subscribe();
+    let mut drain_rate = admission::DrainRate::default();
+    let mut judged = tokio::time::Instant::now();
     let mut judge_tick = tokio::time::interval(JUDGE_INTERVAL);
     judge_tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -328,7 +331,11 @@ async fn run(
                 }
             },
             _ = changes.changed() => {}
-            _ = judge_tick.tick() => plane.judge(),
+            now = judge_tick.tick() => {
+                plane.judge();
+                drain_rate.tell(&plane.shared, now.saturating_duration_since(judged));
+                judged = now;
+            }
             () = plane.shared.failure_bell.notified() => {
                 plane.judge();
                 // A good probe brings back whom a single reset took out.

@@ -1039,6 +1039,7 @@ impl Registry {
             self.worker_count(),
         ));
         self.publisher.reclaim();
+        self.shared.rouse(None);
     }
 }
 

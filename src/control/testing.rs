@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use shards::{Books, Domain, Publisher, Reader, TreeLimits};
+use shards::{Books, Domain, Gate, Publisher, Reader, TreeLimits};
 use tokio::sync::mpsc;
 
 use crate::config::Config;
@@ -69,6 +69,8 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
     let shared = Arc::new(Shared {
         config: Arc::new(config).into(),
         books: Box::leak(Box::new(Books::new(slot_count))),
+        gate: Box::leak(Box::new(Gate::new(core_count.max(1)))),
+        retry_after_secs: 1.into(),
         tree,
         domain,
         fleet,
@@ -109,7 +111,7 @@ pub fn pump(shared: &Shared, told: &mut Told) {
                     core.purged.push(slot);
                 }
                 ToCore::Flush => told.flush_count += 1,
-                ToCore::Stalled(_) | ToCore::Configure(_) => {}
+                ToCore::Stalled(_) | ToCore::Configure(_) | ToCore::YourTurn | ToCore::Rouse => {}
                 ToCore::Drain => told.drain_count += 1,
                 ToCore::Stop => told.stop_count += 1,
             }

@@ -3,13 +3,13 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use shards::{LoadGuard, Pin, Slot};
+use shards::{LoadGuard, Permit, Pin, Slot};
 
 use super::Core;
 use super::table::{Up, Use, Wire};
 use crate::config::Config;
 use crate::exchange::{
-    Ask, Dial, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
+    Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
 };
 use crate::ring::{Lease, Token};
 use crate::route::{self, Candidates, PolicyKind, Role, TreePrefixes};
@@ -20,6 +20,8 @@ const SHUN_NS: u64 = 1_000_000_000;
 /// How long it leaves one alone that has no room: 429 or 503 say nothing against a worker, but asking it again at once
 /// would cost a retry each time.
 const BUSY_NS: u64 = 50_000_000;
+/// The longest pause that a worker may ask for by `Retry-After`: a stranger's number must not take it out.
+const BUSY_NS_MAX: u64 = 10_000_000_000;
 /// A core tries a worker that is out no more often than this.
 const TRIAL_PAUSE_NS: u64 = 250_000_000;
 
@@ -115,6 +117,19 @@ impl Hands<'_, '_> {
         avoided
     }
 
+    /// Whether those that could still take this request have as many as they may have.
+    fn has_only_full_left(&self, ask: &Ask<'_>, candidates: &Candidates) -> bool {
+        let below = self.core.config.worker_request_count_max;
+        let books = self.core.shared.books;
+        let left = || {
+            let slots = candidates.slots().iter();
+            slots.filter(|slot| !ask.tried.contains(slot))
+        };
+        below < u32::MAX
+            && left().next().is_some()
+            && left().all(|slot| books.in_flight(*slot) >= below)
+    }
+
     /// Takes a seat: the choice and its count in one step. When the seat was taken meanwhile, the choice is made anew.
     /// `exclude`: who is out of the question.
     fn take_seat(
@@ -139,7 +154,16 @@ impl Hands<'_, '_> {
             pin: self.turn.pin,
             chain,
         };
+        let below = match ask.is_followed_up {
+            true => u32::MAX,
+            false => config.worker_request_count_max,
+        };
         let mut closed: Vec<Slot> = Vec::new();
+        if below < u32::MAX {
+            closed.extend_from_slice(exclude);
+            let is_full = |slot: &Slot| shared.books.in_flight(*slot) >= below;
+            closed.extend(candidates.slots().iter().copied().filter(is_full));
+        }
         for attempt in 0..ATTEMPTS {
             let decision = route::decide(
                 config.settings_of(ask.role),
@@ -153,10 +177,13 @@ impl Hands<'_, '_> {
             let worker = self.turn.fleet.worker(decision.slot)?;
             // The last attempt takes the seat at whatever load it has: being chosen four times in a row by others means
             // that it is everybody's best.
-            let guard = if attempt + 1 < ATTEMPTS {
+            let guard = if decision.seen >= below {
+                Err(None) // Filled up since it was looked at.
+            } else if attempt + 1 < ATTEMPTS {
                 LoadGuard::acquire_at(shared.books, worker.id, ask.prompt_bytes, decision.seen)
             } else {
-                LoadGuard::acquire(shared.books, worker.id, ask.prompt_bytes).ok_or(None)
+                LoadGuard::acquire_below(shared.books, worker.id, ask.prompt_bytes, below)
+                    .ok_or(None)
             };
             match guard {
                 Ok(guard) => {
@@ -170,7 +197,7 @@ impl Hands<'_, '_> {
                     });
                 }
                 Err(Some(_)) => {}
-                // Closed since this fleet was published: as if it had been tried.
+                // Closed since this fleet was published, or full: as if it had been tried.
                 Err(None) => {
                     if closed.is_empty() {
                         closed.extend_from_slice(exclude);
@@ -305,6 +332,37 @@ impl World for Hands<'_, '_> {
         self.core.set_deadline(client, at_ns);
     }
 
+    fn enter(&mut self) -> Entrance {
+        let client = self.client;
+        match self.core.enter_gate(client) {
+            Entrance::Full if self.turn.fleet.eligible.is_empty() => Entrance::NoWorker,
+            entrance => entrance,
+        }
+    }
+
+    fn step_aside(&mut self, permit: Permit) -> Result<(), Permit> {
+        let client = self.client;
+        self.core.step_aside(client, permit)
+    }
+
+    fn stop_waiting(&mut self) {
+        let client = self.client;
+        self.core.stop_waiting(client);
+    }
+
+    fn leave(&mut self, permit: Permit) {
+        self.core.leave_gate(permit);
+    }
+
+    fn retry_after_secs(&self) -> u32 {
+        // ORDERING: Relaxed; an estimate.
+        self.core.shared.retry_after_secs.load(Ordering::Relaxed)
+    }
+
+    fn record_wait(&mut self, ns: u64) {
+        self.core.stats().waits.record(ns);
+    }
+
     fn choose(&mut self, ask: Ask<'_>) -> Result<Seat, NoSeat> {
         let began = self.clock_ns();
         let fleet = self.turn.fleet;
@@ -340,9 +398,15 @@ impl World for Hands<'_, '_> {
                     .or_else(|| self.take_seat(&ask, ask.tried, candidates, length))
             }
         };
-        let seat = seat.or_else(|| self.take_spare(&ask));
+        let is_full = seat.is_none() && self.has_only_full_left(&ask, candidates);
+        let seat = match is_full {
+            true => None,
+            false => seat.or_else(|| self.take_spare(&ask)),
+        };
         let Some(seat) = seat else {
-            return Err(if ask.tried.is_empty() {
+            return Err(if is_full {
+                NoSeat::Full
+            } else if ask.tried.is_empty() {
                 NoSeat::NoneEligible
             } else {
                 NoSeat::AllTried
@@ -373,7 +437,8 @@ impl World for Hands<'_, '_> {
             return Dial::Refused;
         };
         let core = &mut *self.core;
-        while !fresh && let Some(token) = core.idles.take(slot) {
+        let idle_ns = core.config.pool_idle_timeout.as_nanos() as u64;
+        while !fresh && let Some(token) = core.idles.take(slot, idle_ns, self.turn.now_ns) {
             if let Some(up) = core.ups.find(token)
                 && up.usage == Use::Idle
                 && !up.wire.is_dead
@@ -486,9 +551,11 @@ impl World for Hands<'_, '_> {
         let stats = &self.core.stats().workers[usize::from(slot.0)];
         match sign {
             Sign::Ended => return stats.completions.add(1),
-            Sign::Busy => {
+            Sign::Busy(secs) => {
                 stats.busy.add(1);
-                return self.core.shun(slot, self.turn.now_ns + BUSY_NS);
+                let pause_ns = u64::from(secs) * 1_000_000_000;
+                let pause_ns = pause_ns.clamp(BUSY_NS, BUSY_NS_MAX);
+                return self.core.shun(slot, self.turn.now_ns + pause_ns);
             }
             // A trial's outcome is counted apart: results of older requests must not be taken for it.
             Sign::Good if is_trial => return stats.trials_good.add(1),

@@ -13,6 +13,7 @@
 
 mod budget;
 mod hands;
+mod line;
 mod shelf;
 mod table;
 mod wheel;
@@ -33,6 +34,7 @@ use crate::shared::{CoreShared, CoreStats, Shared, ToCore};
 use crate::upstream::Idles;
 use budget::RetryBudget;
 use hands::{Hands, Turn, sleep_until};
+use line::Line;
 use shelf::Shelf;
 use table::{Down, Outgoing, Table, Up, Use, Wire, is_upstream};
 use wheel::Wheel;
@@ -140,6 +142,7 @@ pub struct Core {
     /// Sessions without a client, and since when, ns.
     orphans: Vec<(Token, u64)>,
     retry_budget: RetryBudget,
+    line: Line,
     /// Workers this core could not reach, or that were busy, and until when it leaves them alone, ns.
     shunned: Vec<(Slot, u64)>,
     /// Workers that are out and were tried, and when, ns.
@@ -177,6 +180,7 @@ impl Core {
             chain_length: None,
             orphans: Vec::new(),
             retry_budget: RetryBudget::new(config.retry.budget_ratio),
+            line: Line::default(),
             shunned: Vec::new(),
             tried_at: Vec::new(),
             scratch: Vec::new(),
@@ -224,6 +228,7 @@ impl Core {
                 self.handle(turn, event);
             }
             self.handle_timers(turn);
+            self.let_in(turn);
             self.rearm_starved();
             self.wake_taught();
         }
@@ -295,17 +300,29 @@ impl Core {
                     }
                     self.shard.clear();
                 }
+                ToCore::YourTurn => {
+                    self.take_claim();
+                    self.pass_on();
+                }
+                ToCore::Rouse => {
+                    self.me().begin_rouse();
+                    self.line.rouse();
+                }
                 ToCore::Configure(config) => self.configure(config),
                 ToCore::Drain => self.drain(turn),
                 ToCore::Stop => self.stop(),
             }
         }
+        self.let_in(turn);
     }
 
     /// Other settings from now on: each is read where it is used.
     fn configure(&mut self, config: Arc<Config>) {
         self.retry_budget.set_ratio(config.retry.budget_ratio);
         self.config = config;
+        // There may be more room now.
+        self.pass_on();
+        self.line.rouse();
     }
 
     /// What waits for a worker's answer may go elsewhere.
@@ -364,7 +381,7 @@ impl Core {
         }
         let now = self.clock_ns();
         let mut next = self.wheel.next_ns();
-        if !self.idles.is_empty() || !self.orphans.is_empty() {
+        if !self.idles.is_empty() || !self.orphans.is_empty() || !self.line.is_empty() {
             next = Some(next.unwrap_or(u64::MAX).min(self.swept_ns + SWEEP_NS));
         }
         if !self.is_accepting && self.listener.is_some() {
@@ -471,7 +488,12 @@ impl Core {
                 Some(Use::Leg(client)) => self.with_session(turn, client, |session, hands| {
                     session.on_worker_end(hands, failed)
                 }),
-                _ => self.kill(token),
+                usage => {
+                    if let (Some(Use::Idle), Some(up)) = (usage, self.ups.find(token)) {
+                        self.idles.closed_by_worker(up.slot, token, turn.now_ns);
+                    }
+                    self.kill(token);
+                }
             }
             return;
         }
@@ -728,6 +750,10 @@ impl Core {
             self.swept_ns = turn.now_ns;
             self.sweep(turn);
             self.watch_orphans(turn.now_ns);
+            if !self.line.is_empty() {
+                self.line.rouse();
+                self.pass_on();
+            }
         }
         if !self.is_accepting && turn.now_ns >= self.accept_again_ns {
             self.accept();
@@ -737,8 +763,7 @@ impl Core {
     fn sweep(&mut self, turn: Turn<'_>) {
         let mut old = Vec::new();
         let timeout = self.config.pool_idle_timeout.as_nanos() as u64;
-        self.idles
-            .expire(turn.now_ns.saturating_sub(timeout), &mut old);
+        self.idles.expire(timeout, turn.now_ns, &mut old);
         self.idles
             .retain(|slot| turn.fleet.worker(slot).is_some(), &mut old);
         for token in old {

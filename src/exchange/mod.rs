@@ -22,9 +22,10 @@ pub mod paths;
 mod pd;
 mod release;
 mod twin;
+mod wait;
 mod world;
 
-use shards::{LoadGuard, Slot};
+use shards::{LoadGuard, Permit, Slot};
 
 use crate::http::body::{self, Body, Framing};
 use crate::http::request::{self, Method, Request, Verdict};
@@ -34,6 +35,7 @@ use crate::route::{self, Fields, Role, UsageFilter};
 use crate::shared::{AdminReply, AdminRequest, Outcome, Route, Worker};
 use endpoint::Endpoint;
 use pd::{Pd, Stage};
+pub use wait::Entrance;
 pub use world::{Ask, Dial, NoSeat, PdEvent, Record, Seat, Sign, World};
 
 /// Bytes of pipelined requests that wait behind a running exchange before the client is no longer read.
@@ -80,6 +82,8 @@ enum State {
     Reading,
     /// The body is handed on as it comes.
     Streaming,
+    /// Its turn, or a worker, is awaited: see [`wait`].
+    Queued,
     /// All of the request is here or sent; an answer is awaited.
     Waiting,
     /// The answer is going to the client.
@@ -105,6 +109,10 @@ struct Exchange {
     body_bytes: u64,
     fields: Option<Fields>,
     request_id: Vec<u8>,
+    /// The request runs (Q1).
+    permit: Option<Permit>,
+    /// It waits, or has waited, for its turn or a worker.
+    wait: Option<wait::Wait>,
     seat: Option<LoadGuard>,
     slot: Slot,
     /// The worker is out, and this attempt tries whether it is well.
@@ -142,6 +150,8 @@ struct Exchange {
     probe_at_ns: u64,
     began_ns: u64,
     complete_ns: u64,
+    /// When its turn came: that, or later.
+    served_ns: u64,
     first_byte_ns: u64,
     last_piece_ns: u64,
 }
@@ -192,7 +202,14 @@ impl Session {
             return; // Read and dropped, so that what we sent arrives.
         }
         match self.exchange.as_ref().map(|x| x.state) {
-            Some(State::Streaming) => self.stream_body(world, piece),
+            Some(State::Streaming | State::Queued)
+                if self
+                    .exchange
+                    .as_ref()
+                    .is_some_and(|x| !x.is_whole && !x.incoming.is_done()) =>
+            {
+                self.stream_body(world, piece)
+            }
             Some(State::Reading) => {
                 let used = self.read_body(world, piece.as_ref());
                 self.keep(world, &piece.as_ref()[used..]);
@@ -239,8 +256,9 @@ impl Session {
         };
         match exchange.state {
             State::Reading | State::Streaming => self.on_client_gone(world),
+            State::Queued if !exchange.incoming.is_done() => self.on_client_gone(world),
             State::Admin => {}
-            State::Waiting => {
+            State::Waiting | State::Queued => {
                 world.watch_client();
                 exchange.probe_at_ns = world.now_ns() + PROBE_AFTER_NS;
                 let at = exchange.probe_at_ns;
@@ -295,6 +313,7 @@ impl Session {
             return world.finish();
         };
         match exchange.state {
+            State::Queued => self.on_wait_deadline(world),
             State::Waiting | State::Streaming
                 if exchange.leg == Leg::Connecting && world.now_ns() >= limit(exchange, world) =>
             {
@@ -341,7 +360,8 @@ impl Session {
                     .pd
                     .as_ref()
                     .is_some_and(|pd| pd.stage == Stage::Prefill);
-                if is_prefill && self.retry(world, 0) {
+                let has_time = world.now_ns() < first_limit(exchange, world);
+                if is_prefill && has_time && self.retry(world, 0) {
                     return; // Nothing was generated yet: another prefill worker costs the client only time.
                 }
                 let refusal =
@@ -753,6 +773,8 @@ impl Session {
             body_bytes: 0,
             fields: None,
             request_id,
+            permit: None,
+            wait: None,
             seat: None,
             slot: Slot(0),
             is_trial: false,
@@ -782,6 +804,7 @@ impl Session {
             probe_at_ns: u64::MAX,
             began_ns: now,
             complete_ns: now,
+            served_ns: now,
             first_byte_ns: 0,
             last_piece_ns: now,
             request,
@@ -823,6 +846,7 @@ impl Session {
         match exchange.state {
             State::Reading => {}
             State::Streaming => return self.stream_early(world, bytes),
+            State::Queued if !exchange.is_whole => return self.stream_early(world, bytes),
             _ => return 0,
         }
         let limit = body_limit(exchange, world);
@@ -866,6 +890,7 @@ impl Session {
             return;
         };
         exchange.complete_ns = world.now_ns();
+        exchange.served_ns = exchange.complete_ns;
         exchange.state = State::Waiting;
         match exchange.endpoint {
             Endpoint::Admin => self.hand_over(world),
@@ -916,21 +941,37 @@ impl Session {
 
     /// Chooses a worker, takes its count, and begins the leg.
     fn seat<W: World>(&mut self, world: &mut W) {
+        if !self.is_let_in(world) {
+            return;
+        }
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
-        match pd::choose_seats(exchange, world) {
-            Ok(slot) => self.dial(world, slot, false),
-            Err(why) => {
-                let refusal = no_seat(why, exchange.role, model(exchange).as_deref());
-                let outcome = if why == NoSeat::UnknownModel {
-                    Outcome::Refused
-                } else {
-                    Outcome::NoWorker
-                };
-                self.refuse_with(world, &refusal, outcome, true);
+        let why = match pd::choose_seats(exchange, world) {
+            Ok(slot) => {
+                wait::end_wait(exchange, world);
+                return self.dial(world, slot, false);
             }
+            Err(why) => why,
+        };
+        if self.waits_for_seat(world, why) {
+            return;
         }
+        let Some(exchange) = self.exchange.as_ref() else {
+            return;
+        };
+        let (refusal, outcome) = match why {
+            NoSeat::Full => (
+                wait::overloaded(429, "all workers have as many requests as they may", world),
+                Outcome::Overloaded,
+            ),
+            NoSeat::UnknownModel => (
+                no_seat(why, exchange.role, model(exchange).as_deref()),
+                Outcome::Refused,
+            ),
+            _ => (no_seat(why, exchange.role, None), Outcome::NoWorker),
+        };
+        self.refuse_with(world, &refusal, outcome, true);
     }
 
     fn dial<W: World>(&mut self, world: &mut W, mut slot: Slot, fresh: bool) {
@@ -1008,7 +1049,8 @@ impl Session {
             .pd
             .as_ref()
             .is_some_and(|pd| pd.since_ns().is_some());
-        if exchange.leg == Leg::Reused && exchange.retries == 0 && !is_second {
+        let has_waited = exchange.served_ns != exchange.complete_ns;
+        if exchange.leg == Leg::Reused && exchange.retries == 0 && !is_second && !has_waited {
             // Connecting is not our own work.
             let added = world.clock_ns().saturating_sub(exchange.complete_ns);
             world.record_added(added);
@@ -1058,14 +1100,25 @@ impl Session {
         }
         exchange.last_failure = status;
         exchange.tried.push(exchange.slot);
-        let Ok(slot) = pd::choose_again(exchange, world) else {
+        let slot = match pd::choose_again(exchange, world) {
+            Ok(slot) => Some(slot),
+            Err(NoSeat::Full)
+                if exchange.pd.is_none() && self.waits_for_seat(world, NoSeat::Full) =>
+            {
+                None
+            }
+            Err(_) => return false,
+        };
+        let Some(exchange) = self.exchange.as_mut() else {
             return false;
         };
         end_leg(exchange, world, false);
         exchange.leg = Leg::None;
         exchange.retries += 1;
         world.count_retry();
-        self.dial(world, slot, false);
+        if let Some(slot) = slot {
+            self.dial(world, slot, false);
+        }
         true
     }
 
@@ -1434,10 +1487,14 @@ impl Session {
                     self.refuse(world, &too_large(limit));
                     return 0;
                 }
+                if wait::is_queued(exchange) {
+                    return progress.consumed; // The wait's limit stands.
+                }
                 let is_connecting = exchange.leg == Leg::Connecting;
                 if progress.done {
                     exchange.state = State::Waiting;
                     exchange.complete_ns = world.now_ns();
+                    exchange.served_ns = exchange.complete_ns;
                 }
                 // While the leg connects its own limit counts, and stands already.
                 if progress.done && !is_connecting {
@@ -1493,6 +1550,10 @@ fn take_seat<W: World>(
         model: model.as_deref(),
         prompt_bytes: body.len() as u64,
         tried: &exchange.tried,
+        is_followed_up: exchange
+            .pd
+            .as_ref()
+            .is_some_and(|pd| pd.has_begun(exchange)),
     })
 }
 
@@ -1554,7 +1615,10 @@ fn read_head<W: World>(
             exchange.status = head.status;
             exchange.is_event_stream = head.is_event_stream;
             match head.status {
-                429 | 503 => sign(exchange, world, Sign::Busy),
+                429 | 503 => {
+                    let secs = head.retry_after_secs.unwrap_or(0);
+                    sign(exchange, world, Sign::Busy(secs));
+                }
                 500.. => sign(exchange, world, Sign::Error),
                 // A stream may last for hours: that it begins says enough.
                 ..400 if head.is_event_stream => sign(exchange, world, Sign::Good),
@@ -1731,11 +1795,21 @@ fn limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
             Some(pd) if pd.twin.is_some() => exchange.dialed_ns + twin::GRACE_NS,
             // Each prefill worker has the whole time: one that was silent has taken none of the next one's.
             Some(pd) => pd.since_ns().unwrap_or(exchange.dialed_ns),
-            None => exchange.complete_ns,
+            None => exchange.served_ns,
         };
         (since, config.first_byte_timeout)
     };
-    since + time.as_nanos() as u64
+    let at = since + time.as_nanos() as u64;
+    match exchange.state {
+        // It makes progress: only its pauses are limited.
+        State::Relaying => at,
+        _ => at.min(first_limit(exchange, world)),
+    }
+}
+
+/// The time by which the client must have begun to get its answer, whatever the request waits for.
+fn first_limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
+    exchange.complete_ns + world.config().request_timeout.as_nanos() as u64
 }
 
 fn body_limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
@@ -1772,6 +1846,7 @@ fn no_seat(why: NoSeat, role: Role, model: Option<&str>) -> Refusal {
                 Role::Decode => "no decode worker can take this request now",
             },
         ),
+        NoSeat::Full => Refusal::new(429, "too_many_requests", "all workers are full"),
         NoSeat::AllTried => Refusal::new(502, "worker_failed", "every worker failed this request"),
     }
 }
@@ -1790,7 +1865,7 @@ fn probe<W: World>(exchange: &mut Exchange, world: &mut W) {
         return;
     }
     let bytes: &[u8] = match exchange.state {
-        State::Waiting => b"HTTP/1.1 100 Continue\r\n\r\n",
+        State::Waiting | State::Queued => b"HTTP/1.1 100 Continue\r\n\r\n",
         State::Relaying if exchange.relay == Relay::Chunks => b"0",
         State::Relaying if exchange.outgoing.is_between_chunks() => b"0",
         _ => return,
@@ -1828,6 +1903,14 @@ fn finish<W: World>(mut exchange: Box<Exchange>, world: &mut W, outcome: Outcome
             first_byte_ns: exchange.first_byte_ns.saturating_sub(exchange.complete_ns),
         });
     }
+    if !pd::is_orphan(&exchange) {
+        // Before somebody is let in for them.
+        exchange.seat = None;
+        if let Some(pd) = exchange.pd.as_mut() {
+            pd.reserved = None;
+        }
+    }
+    wait::leave(&mut exchange, world);
     if pd::is_orphan(&exchange) {
         world.count_pd(PdEvent::Orphan);
         return world.adopt(Session::of_orphan(exchange));

@@ -85,6 +85,12 @@ impl Pd {
         (self.prefilled_ns > 0).then_some(self.prefilled_ns)
     }
 
+    /// A leg of it has run: blocks may lie somewhere, so it does not wait (Q2).
+    pub(super) fn has_begun(&self, exchange: &Exchange) -> bool {
+        let is_tried = !exchange.tried.is_empty() || !self.other_tried.is_empty();
+        is_tried || self.params.is_some() || self.twin.is_some()
+    }
+
     /// What a new attempt starts with.
     pub(super) fn begin_attempt(&mut self) {
         self.is_collecting = false;

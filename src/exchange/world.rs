@@ -1,9 +1,9 @@
 //! What an exchange may do to the world around it. Implemented by a core with sockets, and by a simulation with a fake
 //! clock: the state machine is the same under both.
 
-use shards::{LoadGuard, Slot, WorkerId};
+use shards::{LoadGuard, Permit, Slot, WorkerId};
 
-use super::Session;
+use super::{Entrance, Session};
 use crate::config::Config;
 use crate::route::{Fields, Role, Whole};
 use crate::shared::{AdminRequest, Outcome, Route, Worker};
@@ -25,6 +25,9 @@ pub struct Ask<'a> {
     pub prompt_bytes: u64,
     /// Workers that have already failed this request.
     pub tried: &'a [Slot],
+    /// The request has begun and cannot wait (its blocks lie on a prefill worker, say): a worker that is full is better
+    /// than none.
+    pub is_followed_up: bool,
 }
 
 /// A worker and the count taken for it, one step.
@@ -48,8 +51,8 @@ pub enum Sign {
     Failed,
     /// A 5xx answer other than 503.
     Error,
-    /// 429 or 503: alive, and has no room.
-    Busy,
+    /// 429 or 503: alive, and has no room, for so many seconds (0: it did not say).
+    Busy(u32),
     /// An answer below 400, whole; of a stream its begin.
     Good,
     /// An answer has come to its end, whatever it said.
@@ -90,6 +93,8 @@ pub enum NoSeat {
     NoneEligible,
     /// All eligible ones have been tried.
     AllTried,
+    /// All that are left have as many requests as they may have.
+    Full,
 }
 
 /// How a leg begins.
@@ -159,6 +164,22 @@ pub trait World {
     fn watch_client(&mut self);
     /// When `on_deadline` is due; `u64::MAX`: never.
     fn deadline(&mut self, at_ns: u64);
+
+    /// The client's request asks to be let in; with [`Entrance::Queued`], `on_turn` will follow.
+    fn enter(&mut self) -> Entrance;
+    /// It waits for a worker instead; `on_turn` will follow, perhaps in vain.
+    ///
+    /// # Errors
+    /// Too many wait: the permit comes back.
+    fn step_aside(&mut self, permit: Permit) -> Result<(), Permit>;
+    /// It does not wait any more.
+    fn stop_waiting(&mut self);
+    /// It is over.
+    fn leave(&mut self, permit: Permit);
+    /// When a client that is refused now may come again, in seconds, at least 1.
+    fn retry_after_secs(&self) -> u32;
+    /// A request has waited so long, ns.
+    fn record_wait(&mut self, ns: u64);
 
     /// Chooses a worker and takes its count.
     ///

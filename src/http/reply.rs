@@ -11,6 +11,8 @@ pub struct Refusal {
     pub code: &'static str,
     /// A value for `Allow`, with 405.
     pub allow: Option<&'static str>,
+    /// For `Retry-After`, with 429 and 503.
+    pub retry_after_secs: u32,
 }
 
 impl Refusal {
@@ -21,6 +23,7 @@ impl Refusal {
             message: message.into(),
             code,
             allow: None,
+            retry_after_secs: 1,
         }
     }
 
@@ -58,8 +61,9 @@ impl Refusal {
         if let Some(allow) = self.allow {
             headers.push(("allow".to_string(), allow.as_bytes().to_vec()));
         }
-        if self.status == 503 {
-            headers.push(("retry-after".to_string(), b"1".to_vec()));
+        if matches!(self.status, 429 | 503) {
+            let secs = self.retry_after_secs.to_string();
+            headers.push(("retry-after".to_string(), secs.into_bytes()));
         }
         write(self.status, &headers, &body, keep_alive, without_body)
     }

@@ -17,6 +17,8 @@ pub struct Response {
     pub is_event_stream: bool,
     /// The content is compressed, or encoded otherwise.
     pub is_encoded: bool,
+    /// `Retry-After` in seconds (a date is not read: RFC 9110 section 10.2.3 allows it, no worker sends it).
+    pub retry_after_secs: Option<u32>,
     /// Bytes of the head.
     pub len_bytes: usize,
 }
@@ -147,6 +149,7 @@ fn read(fields: &[httparse::Header<'_>], status: u16, version: u8) -> Result<Res
     let (mut length, mut chunked) = (None, false);
     let mut keep_alive = version == 1;
     let (mut is_event_stream, mut is_encoded) = (false, false);
+    let mut retry_after_secs = None;
     for field in fields {
         let (name, value) = (field.name, field.value);
         match name.len() {
@@ -173,6 +176,11 @@ fn read(fields: &[httparse::Header<'_>], status: u16, version: u8) -> Result<Res
                     keep_alive = true;
                 }
             }
+            11 if is(name, "retry-after") => {
+                retry_after_secs = std::str::from_utf8(value.trim_ascii())
+                    .ok()
+                    .and_then(|text| text.parse().ok());
+            }
             12 if is(name, "content-type") => {
                 is_event_stream =
                     value.len() >= 17 && value[..17].eq_ignore_ascii_case(b"text/event-stream");
@@ -196,6 +204,7 @@ fn read(fields: &[httparse::Header<'_>], status: u16, version: u8) -> Result<Res
         keep_alive,
         is_event_stream,
         is_encoded,
+        retry_after_secs,
         len_bytes: 0,
     })
 }

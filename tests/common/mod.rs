@@ -2,6 +2,7 @@
 //! this process. Everything on loopback, port 0.
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+pub mod line;
 pub mod naive;
 pub mod pd;
 
@@ -579,10 +580,11 @@ pub fn booked(router: &Router, worker: &Worker) -> u32 {
         .sum()
 }
 
-/// Waits until nothing is in flight in the books, of any worker's any life.
+/// Waits until nothing is in flight in the books, of any worker's any life, and nobody runs or waits at the gate.
 pub async fn until_books_are_empty(router: &Router) {
     until("the books are at zero", || {
-        router.control().workers().iter().all(|w| w.in_flight == 0)
+        let workers = router.control().workers();
+        workers.iter().all(|w| w.in_flight == 0) && router.shared.gate.counts() == (0, 0)
     })
     .await;
     for view in router.control().workers() {
