@@ -135,6 +135,8 @@ pub struct WorkerState {
     pub in_flight: AtomicI64,
     /// Connections that the router closed before the answer's end.
     pub aborted: AtomicU64,
+    /// After so long without a request a connection is closed, ms; 0: never.
+    pub idle_limit_ms: AtomicU64,
 }
 
 /// A scripted worker.
@@ -166,6 +168,7 @@ impl Worker {
             count: AtomicU64::new(0),
             in_flight: AtomicI64::new(0),
             aborted: AtomicU64::new(0),
+            idle_limit_ms: AtomicU64::new(0),
         });
         let task = Mutex::new(Some(tokio::spawn(serve(listener, state.clone()))));
         Worker {
@@ -181,6 +184,12 @@ impl Worker {
 
     pub fn script(&self, script: impl Fn(&Recorded) -> Reply + Send + Sync + 'static) {
         *self.state.script.lock().unwrap() = Arc::new(script);
+    }
+
+    /// Closes connections that are idle for so long, as uvicorn does after 5 s.
+    pub fn idle_limit(&self, limit: Duration) {
+        let ms = limit.as_millis() as u64;
+        self.state.idle_limit_ms.store(ms, Ordering::SeqCst);
     }
 
     /// As a killed process: every connection is reset, the port is closed.
@@ -291,7 +300,15 @@ async fn connection(mut stream: TcpStream, state: Arc<WorkerState>) {
     stream.set_linger(Some(Duration::ZERO)).unwrap();
     let mut buffer = Vec::new();
     let mut index = 0;
-    while let Some(request) = read_request(&mut stream, &mut buffer, index).await {
+    loop {
+        let limit = match state.idle_limit_ms.load(Ordering::SeqCst) {
+            0 => Duration::from_secs(3600),
+            ms => Duration::from_millis(ms),
+        };
+        let reading = read_request(&mut stream, &mut buffer, index);
+        let Ok(Some(request)) = tokio::time::timeout(limit, reading).await else {
+            break;
+        };
         index += 1;
         let aux = ["GET /health", "GET /v1/models", "GET /metrics"]
             .iter()
@@ -626,10 +643,15 @@ pub fn failures(router: &Router, url: &str) -> u64 {
 }
 
 /// Waits until a condition holds; panics with `what` after ten seconds.
-pub async fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(10);
+pub async fn until(what: &str, condition: impl FnMut() -> bool) {
+    until_within(Duration::from_secs(10), what, condition).await;
+}
+
+/// The same within another time.
+pub async fn until_within(limit: Duration, what: &str, mut condition: impl FnMut() -> bool) {
+    let end = Instant::now() + limit;
     while !condition() {
-        assert!(Instant::now() < end, "not within 10 s: {what}");
+        assert!(Instant::now() < end, "not within {limit:?}: {what}");
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
