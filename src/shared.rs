@@ -439,6 +439,64 @@ pub struct WorkerStats {
     pub trials_good: Counter,
     /// See `trials_good`.
     pub trials_bad: Counter,
+    /// How long it takes.
+    pub answers: AnswerStats,
+}
+
+/// How long a worker's good answers in one piece (those that are no stream of events) let wait for their first byte,
+/// from the begin of the attempt on. The length of a stream says nothing of its worker, so streams are not among them.
+#[derive(Debug)]
+pub struct AnswerStats {
+    /// Answers, trials aside.
+    pub count: Counter,
+    /// Their waits added up, ns.
+    pub ns: Counter,
+    /// Logarithms of their waits ([`log2_of`]) added up: a few that are far longer than the others hardly count.
+    pub log: Counter,
+    /// Squares of these, for their spread.
+    pub log_square: Counter,
+    /// Answers to trials.
+    pub trial_count: Counter,
+    /// The logarithms of their waits.
+    pub trial_log: Counter,
+}
+
+impl AnswerStats {
+    fn new() -> AnswerStats {
+        AnswerStats {
+            count: Counter::new(),
+            ns: Counter::new(),
+            log: Counter::new(),
+            log_square: Counter::new(),
+            trial_count: Counter::new(),
+            trial_log: Counter::new(),
+        }
+    }
+
+    /// Adds an answer.
+    pub fn record(&self, wait_ns: u64, is_trial: bool) {
+        let log = log2_of(wait_ns);
+        if is_trial {
+            self.trial_count.add(1);
+            self.trial_log.add(log);
+        } else {
+            self.count.add(1);
+            self.ns.add(wait_ns);
+            self.log.add(log);
+            self.log_square.add(log * log);
+        }
+    }
+}
+
+/// Parts of one in what [`log2_of`] gives.
+pub const LOG_PARTS: u64 = 256;
+
+/// The binary logarithm in 256ths, straight lines between the powers of two: at most 0.09 too low. 0 of 0.
+#[inline]
+pub fn log2_of(number: u64) -> u64 {
+    let whole = u64::from((number | 1).ilog2());
+    let parts = (number << (63 - whole)) << 1 >> 56;
+    whole * LOG_PARTS + parts
 }
 
 /// What one core counted of requests that go in two legs. Written by that core only.
@@ -555,6 +613,7 @@ impl CoreStats {
                     pieces: Counter::new(),
                     trials_good: Counter::new(),
                     trials_bad: Counter::new(),
+                    answers: AnswerStats::new(),
                 })
                 .collect(),
             first_byte: Histogram::new(&LATENCY_BOUNDS_NS),
@@ -709,5 +768,34 @@ impl Shared {
     pub fn is_draining(&self) -> bool {
         // ORDERING: Relaxed; a hint that publishes nothing, the message in each inbox is what counts.
         self.draining.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn logarithms_are_right_to_a_tenth_and_grow() {
+        let mut last = 0;
+        for number in [
+            0,
+            1,
+            2,
+            3,
+            4,
+            1000,
+            20_000_000,
+            200_000_000,
+            1 << 40,
+            u64::MAX,
+        ] {
+            let log = log2_of(number);
+            let exact = (number.max(1) as f64).log2();
+            let off = exact - log as f64 / LOG_PARTS as f64;
+            assert!((0.0..0.1).contains(&off), "{number}: {off}");
+            assert!(log >= last);
+            last = log;
+        }
     }
 }

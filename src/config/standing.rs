@@ -56,6 +56,12 @@ impl StandingConfig {
         }
     }
 
+    /// Share of the peers' speed from which on a degraded worker is well: twice that below which it is degraded; of one
+    /// above a half, half-way to the peers.
+    pub fn well_ratio(&self) -> f64 {
+        (self.degraded_ratio * 2.0).min((1.0 + self.degraded_ratio) / 2.0)
+    }
+
     /// For operators, named as the flags.
     pub(super) fn public_json(&self) -> impl Iterator<Item = (String, serde_json::Value)> {
         let ms = u64::try_from(self.stall_window.as_millis()).unwrap_or(u64::MAX);

@@ -8,6 +8,7 @@
 //! - G3 each change of the eligible workers or of the known models publishes a fleet before the call returns.
 
 use std::collections::VecDeque;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -965,20 +966,29 @@ impl Registry {
         // In the order of the fields: see `Observation`.
         Observation {
             role: entry.role,
+            models: number_of(&entry.models),
             is_ready: entry.is_ready(),
             probes_good: u64::from(entry.good_count),
             probes_bad: u64::from(entry.bad_count),
             trials_good: sum(|stats| &stats.trials_good),
             trials_bad: sum(|stats| &stats.trials_bad),
+            trial_answers: sum(|stats| &stats.answers.trial_count),
+            trial_answer_log: sum(|stats| &stats.answers.trial_log),
             refused: sum(|stats| &stats.refused),
             failures: sum(|stats| &stats.failures) + sum(|stats| &stats.errors),
             successes: sum(|stats| &stats.successes),
             pieces: sum(|stats| &stats.pieces),
             completions: sum(|stats| &stats.completions),
+            answers: sum(|stats| &stats.answers.count),
+            answer_ns: sum(|stats| &stats.answers.ns),
+            answer_log: sum(|stats| &stats.answers.log),
+            answer_log_square: sum(|stats| &stats.answers.log_square),
             in_flight: load.in_flight,
             waiting: load.waiting,
             waiting_bytes: load.waiting_bytes,
             chosen: sum(|stats| &stats.chosen),
+            fresh_bytes: sum(|stats| &stats.prompt_bytes)
+                .saturating_sub(sum(|stats| &stats.matched_bytes)),
         }
     }
 
@@ -1041,6 +1051,16 @@ impl Registry {
         self.publisher.reclaim();
         self.shared.rouse(None);
     }
+}
+
+/// A number for a set of models, the same in whatever order. For comparison within this process only.
+fn number_of(models: &[Model]) -> u64 {
+    let hash = |model: &Model| {
+        let mut hasher = DefaultHasher::new();
+        model.id.hash(&mut hasher);
+        hasher.finish()
+    };
+    models.iter().map(hash).fold(0, u64::wrapping_add)
 }
 
 fn worker_of(entry: &Entry, rank: &Rank) -> Option<Worker> {

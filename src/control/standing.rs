@@ -8,7 +8,7 @@
 //! | failing | failures reach the threshold and are half of a recent stretch | after the time-out | good trials |
 //! | refused | one refused connection | nothing heard of probes for their interval | a good probe, a good trial |
 //! | stalled | silent with work in flight, its peers are not | progress, or a pause | a good trial, real progress |
-//! | degraded | pieces per stream far below the peers' median | a pause | a trial as fast as peers, or its streams are |
+//! | degraded | pieces per stream, or answers per request, far below the peers' median | a pause | trials as fast as peers, or its streams are |
 //!
 //! Invariants (of the ready workers of a role, its pool):
 //! - J1 one is always good; at most `ejected_share_max` are not, those refused aside.
@@ -18,12 +18,14 @@
 //!
 //! Nothing here can fail. Counters that go back begin a new life.
 
+mod answers;
 mod evidence;
 
 use std::time::Duration;
 
 use crate::config::StandingConfig;
 use crate::route::Role;
+use answers::{Answers, Trials};
 use evidence::{Failures, Pool, Rhythm, Speed, Work};
 
 /// Longest time between two ticks that counts as silence: when this thread slept, so may have the cores. Less than the
@@ -45,6 +47,8 @@ const SHARE_MIN: f32 = 0.1;
 pub struct Observation {
     /// Its pool.
     pub role: Role,
+    /// A number for the models it serves: how long answers take is compared only where these are the same.
+    pub models: u64,
     /// Whether its probes are good.
     pub is_ready: bool,
     /// Good probes.
@@ -55,6 +59,10 @@ pub struct Observation {
     pub trials_good: u64,
     /// Trial requests that failed, counted apart from `failures` and `refused`. 4xx and busy are neither.
     pub trials_bad: u64,
+    /// Trials answered in one piece, and the logarithms of their waits: see `AnswerStats`.
+    pub trial_answers: u64,
+    /// See `trial_answers`.
+    pub trial_answer_log: u64,
     /// Connections refused, failed, or reset before an answer.
     pub refused: u64,
     /// Failed attempts: those refused, time-outs, broken answers, 5xx but 503.
@@ -65,6 +73,14 @@ pub struct Observation {
     pub pieces: u64,
     /// Answers the worker ended. Not those whose client left.
     pub completions: u64,
+    /// Good answers in one piece, and their waits: see `AnswerStats`.
+    pub answers: u64,
+    /// Sum, ns.
+    pub answer_ns: u64,
+    /// Sum of logarithms.
+    pub answer_log: u64,
+    /// Sum of their squares.
+    pub answer_log_square: u64,
     /// Requests sent and not ended.
     pub in_flight: u32,
     /// Of these, before their first byte.
@@ -73,6 +89,8 @@ pub struct Observation {
     pub waiting_bytes: u64,
     /// Times chosen, trials included.
     pub chosen: u64,
+    /// Prompt bytes sent to it that it was not said to hold.
+    pub fresh_bytes: u64,
 }
 
 impl Observation {
@@ -87,6 +105,10 @@ impl Observation {
             && self.completions >= before.completions
             && self.failures >= before.failures
             && self.successes >= before.successes
+            && self.answers >= before.answers
+            && self.answer_ns >= before.answer_ns
+            && self.answer_log >= before.answer_log
+            && self.answer_log_square >= before.answer_log_square
     }
 }
 
@@ -225,6 +247,9 @@ struct Worker<K> {
     failures: Failures,
     rhythm: Rhythm,
     speed: Speed,
+    answers: Answers,
+    /// Degraded by its answers in one piece: that its streams are quick does not bring it back.
+    has_slow_answers: bool,
     /// Refused, and neither a success nor a good probe since.
     is_suspect: bool,
     /// Probes when it was refused, and when the last bad one was seen.
@@ -232,6 +257,8 @@ struct Worker<K> {
     probe_heard: Duration,
     /// Good trials when it last went out from good.
     trials_good_base: u64,
+    /// The same of trials answered in one piece.
+    trials_base: Trials,
     pause: Duration,
     returned: Option<Duration>,
     /// What this tick brought.
@@ -252,10 +279,13 @@ impl<K> Worker<K> {
             failures: Failures::default(),
             rhythm: Rhythm::default(),
             speed: Speed::default(),
+            answers: Answers::default(),
+            has_slow_answers: false,
             is_suspect: false,
             probes_good_base: seen.probes_good,
             probe_heard: Duration::ZERO,
             trials_good_base: seen.trials_good,
+            trials_base: Trials::of(&seen),
             pause: PAUSE_MIN,
             returned: None,
             has_refused: false,
@@ -286,6 +316,7 @@ impl<K> Worker<K> {
         self.failures = Failures::default();
         self.rhythm.interrupt();
         self.speed = Speed::default();
+        self.answers = Answers::default();
         self.is_suspect = false;
         self.pause = PAUSE_MIN;
         self.returned = None;
@@ -339,17 +370,24 @@ impl<K> Worker<K> {
             was_stalled,
         );
         self.speed.observe(&before, seen, dt, config);
+        self.answers.observe(&before, seen, dt, config);
     }
 
     fn go_out(&mut self, why: Why, now: Duration) {
         if self.is_good() {
-            self.trials_good_base = self.seen.trials_good;
+            self.weigh_trials();
             let is_relapse = self.returned.is_some_and(|at| now - at < PAUSE_MAX);
             self.pause = if is_relapse { self.pause } else { PAUSE_MIN };
         }
         self.probes_good_base = self.seen.probes_good;
         self.probe_heard = now;
         self.state = State::Out { why, since: now };
+    }
+
+    /// Trials up to now count no more.
+    fn weigh_trials(&mut self) {
+        self.trials_good_base = self.seen.trials_good;
+        self.trials_base = Trials::of(&self.seen);
     }
 
     /// A trial showed that nothing has changed.
@@ -372,7 +410,34 @@ impl<K> Worker<K> {
         self.is_suspect = false;
         self.returned = Some(now);
         self.rhythm.interrupt();
+        self.answers.forget();
         self.state = State::Good { back: Some(now) };
+    }
+
+    /// What trials and streams since it went out say of a degraded worker.
+    fn weigh_degraded(&self, good: u64, config: &StandingConfig) -> Weight {
+        let speed = self.speed.ratio();
+        if !self.has_slow_answers && self.speed.is_recovered() {
+            return Weight::Well;
+        }
+        if good > 0 && speed.is_some_and(|ratio| ratio < config.degraded_ratio) {
+            return Weight::Slow;
+        }
+        let (threshold, base) = (config.success_threshold, &self.trials_base);
+        if let Some(ratio) = self.answers.trial_ratio(&self.seen, base, threshold) {
+            return match ratio {
+                ratio if ratio < config.degraded_ratio => Weight::Slow,
+                ratio if ratio >= config.well_ratio() => Weight::Well,
+                _ => Weight::Open,
+            };
+        }
+        // Trials of the other kind, too short to measure, or no peers to compare with: then the ends must do.
+        let has_answers = self.answers.trial_ratio(&self.seen, base, 1).is_some();
+        let ends_count = !has_answers && (self.has_slow_answers || speed.is_none());
+        match ends_count && good >= u64::from(threshold) {
+            true => Weight::Well,
+            false => Weight::Open,
+        }
     }
 
     /// Left in although it should be out: what is held against it stays known.
@@ -390,6 +455,15 @@ impl<K> Worker<K> {
             State::Trial(Trial { why, load_max, .. }) => Standing::Trial { why, load_max },
         }
     }
+}
+
+/// What trials say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Weight {
+    Well,
+    Slow,
+    /// Neither slow nor as fast as before, or too few: the next will tell.
+    Open,
 }
 
 /// In tenths, so that a return is published ten times and not at each tick.
@@ -522,6 +596,9 @@ impl<K: Copy + PartialEq> Standings<K> {
             worker
                 .speed
                 .compare(&worker.seen, &pool, dt.min(STEP_MAX), &self.config);
+        }
+        self.compare_answers(&members, &pool, role);
+        for &index in &members {
             self.judge_return(index, &pool, now);
         }
         let mut census = self.census(&members);
@@ -529,6 +606,27 @@ impl<K: Copy + PartialEq> Standings<K> {
             self.judge_opening(index, &pool, &mut census, now);
         }
         self.spare_enough(&members);
+    }
+
+    /// Among workers that serve the same models.
+    fn compare_answers(&mut self, members: &[usize], pool: &Pool, role: Role) {
+        let mut kinds: Vec<u64> = members
+            .iter()
+            .map(|&i| self.workers[i].seen.models)
+            .collect();
+        kinds.sort_unstable();
+        kinds.dedup();
+        for kind in kinds {
+            let is_kin =
+                |w: &&mut Worker<K>| w.is_ready() && w.seen.role == role && w.seen.models == kind;
+            let mut kin: Vec<&mut Answers> = self
+                .workers
+                .iter_mut()
+                .filter(is_kin)
+                .map(|worker| &mut worker.answers)
+                .collect();
+            answers::compare(&mut kin, pool.prefill_rate(role), &self.config);
+        }
     }
 
     fn census(&self, members: &[usize]) -> Census {
@@ -575,7 +673,9 @@ impl<K: Copy + PartialEq> Standings<K> {
                     worker.try_out(why, worker.seen.trials_good);
                 }
                 Why::Stalled => {}
-                Why::Degraded if worker.speed.is_recovered() => worker.come_back(now),
+                Why::Degraded if worker.speed.is_recovered() && !worker.has_slow_answers => {
+                    worker.come_back(now);
+                }
                 Why::Degraded if now - since >= worker.pause => {
                     worker.try_out(why, worker.trials_good_base);
                 }
@@ -617,18 +717,13 @@ impl<K: Copy + PartialEq> Standings<K> {
                     worker.come_back(now);
                 }
             }
-            Why::Degraded if worker.speed.is_recovered() => worker.come_back(now),
-            Why::Degraded => match worker.speed.ratio() {
-                Some(ratio) if good > 0 && ratio < self.config.degraded_ratio => {
+            Why::Degraded => match worker.weigh_degraded(good, &self.config) {
+                Weight::Well => worker.come_back(now),
+                Weight::Slow => {
                     worker.go_out_again(why, now);
-                    // Its good end has been weighed.
-                    worker.trials_good_base = worker.seen.trials_good;
+                    worker.weigh_trials();
                 }
-                // Neither slow nor as fast as before: the next will tell.
-                Some(_) => {}
-                // Too short, or no peers to compare with: then the ends must do.
-                None if good >= u64::from(self.config.success_threshold) => worker.come_back(now),
-                None => {}
+                Weight::Open => {}
             },
         }
     }
@@ -670,7 +765,8 @@ impl<K: Copy + PartialEq> Standings<K> {
             && worker.failures.are_too_many(config.failure_threshold)
         {
             Why::Failing
-        } else if worker.speed.is_degraded(config) {
+        } else if worker.speed.is_degraded(config) || worker.answers.are_slow(config) {
+            worker.has_slow_answers = !worker.speed.is_degraded(config);
             Why::Degraded
         } else {
             return;

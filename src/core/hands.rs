@@ -624,6 +624,11 @@ impl World for Hands<'_, '_> {
         stats.workers[usize::from(slot.0)].pieces.add(1);
     }
 
+    fn record_answer(&mut self, slot: Slot, wait_ns: u64, is_trial: bool) {
+        let worker = &self.core.stats().workers[usize::from(slot.0)];
+        worker.answers.record(wait_ns, is_trial);
+    }
+
     fn record(&mut self, record: Record) {
         let stats = self.core.stats();
         stats.exchanges[record.route as usize][record.outcome as usize].add(1);

@@ -1327,6 +1327,8 @@ impl Session {
         }
         sign(&exchange, world, Sign::Ended);
         if outcome == Outcome::Ok && !exchange.is_event_stream {
+            let wait_ns = exchange.first_byte_ns.saturating_sub(exchange.dialed_ns);
+            world.record_answer(exchange.slot, wait_ns, exchange.is_trial);
             sign(&exchange, world, Sign::Good);
         }
         finish(exchange, world, outcome);

@@ -227,6 +227,8 @@ pub trait World {
     fn record_added(&mut self, ns: u64);
     /// A further piece of an answer came from a worker, so long after the one before, ns.
     fn record_piece(&mut self, slot: Slot, gap_ns: u64);
+    /// A good answer in one piece came to its end; its first byte had been waited for so long, ns.
+    fn record_answer(&mut self, slot: Slot, wait_ns: u64, is_trial: bool);
     /// An exchange is over.
     fn record(&mut self, record: Record);
 }

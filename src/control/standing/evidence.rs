@@ -327,10 +327,8 @@ impl Speed {
             Some(ratio) if ratio < config.degraded_ratio && is_enough => self.below + dt,
             _ => Duration::ZERO,
         };
-        // Twice the ratio; of one above a half, half-way to the peers.
-        let well = (config.degraded_ratio * 2.0).min((1.0 + config.degraded_ratio) / 2.0);
         self.above = match self.ratio {
-            Some(ratio) if ratio >= well => self.above + dt,
+            Some(ratio) if ratio >= config.well_ratio() => self.above + dt,
             _ => Duration::ZERO,
         };
     }
@@ -454,21 +452,25 @@ impl Pool {
         }
     }
 
+    /// Bytes a second at which a slow worker of this pool takes prompts in.
+    pub fn prefill_rate(&self, role: Role) -> f64 {
+        match role {
+            Role::Decode => FETCH_RATE,
+            Role::Regular | Role::Prefill => self.rate,
+        }
+    }
+
     /// Whether the worker, of this pool, is silent too long while the others are not.
     pub fn is_stalled(&self, rhythm: &Rhythm, seen: &Observation, config: &StandingConfig) -> bool {
         if rhythm.silence_full < STALL_MIN.min(config.stall_window) {
             return false;
         }
         let window = self.window(rhythm, seen, config);
-        let rate = match seen.role {
-            Role::Decode => FETCH_RATE,
-            Role::Regular | Role::Prefill => self.rate,
-        };
         let bytes = rhythm
             .bytes
             .min(seen.waiting_bytes)
             .saturating_sub(BYTES_FREE);
-        let prefill = Duration::from_secs_f64(bytes as f64 / rate);
+        let prefill = Duration::from_secs_f64(bytes as f64 / self.prefill_rate(seen.role));
         if rhythm.silence_full < window.saturating_add(prefill) {
             return false;
         }

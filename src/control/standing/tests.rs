@@ -29,20 +29,28 @@ impl Feed {
     fn new(count: usize, role: Role, config: StandingConfig) -> Feed {
         let fresh = Observation {
             role,
+            models: 0,
             is_ready: true,
             probes_good: 1,
             probes_bad: 0,
             trials_good: 0,
             trials_bad: 0,
+            trial_answers: 0,
+            trial_answer_log: 0,
             refused: 0,
             failures: 0,
             successes: 0,
             pieces: 0,
             completions: 0,
+            answers: 0,
+            answer_ns: 0,
+            answer_log: 0,
+            answer_log_square: 0,
             in_flight: 0,
             waiting: 0,
             waiting_bytes: 0,
             chosen: 0,
+            fresh_bytes: 0,
         };
         let mut feed = Feed {
             judge: Standings::new(config, secs(10.0)),
@@ -1011,6 +1019,419 @@ fn answers_in_one_piece_do_not_make_peers_look_fast() {
         }
     });
     assert!(feed.were_always_good());
+}
+
+// Degradation that answers in one piece show.
+
+/// A request that a worker of the simulation holds.
+#[derive(Clone, Copy)]
+struct Held {
+    begin: f64,
+    end: f64,
+    bytes: u64,
+    is_trial: bool,
+}
+
+/// Workers that answer in one piece.
+struct Answering {
+    feed: Feed,
+    held: Vec<Vec<Held>>,
+    /// Requests that were sent to each while it was good.
+    sent: Vec<u64>,
+}
+
+impl Answering {
+    fn new(count: usize) -> Answering {
+        Answering {
+            feed: Feed::regular(count),
+            held: vec![Vec::new(); count],
+            sent: vec![0; count],
+        }
+    }
+
+    fn send(&mut self, key: usize, begin: f64, seconds: f64, bytes: u64, is_trial: bool) {
+        let end = begin + seconds;
+        self.held[key].push(Held {
+            begin,
+            end,
+            bytes,
+            is_trial,
+        });
+        self.sent[key] += u64::from(!is_trial);
+        self.feed.of(key).chosen += 1;
+        self.feed.of(key).fresh_bytes += bytes;
+    }
+
+    /// Ends the next request that ends before `until`; gives when.
+    fn end_next(&mut self, key: usize, until: f64) -> Option<f64> {
+        let held = &mut self.held[key];
+        let next = (0..held.len()).min_by(|&a, &b| held[a].end.total_cmp(&held[b].end))?;
+        if held[next].end > until {
+            return None;
+        }
+        let ended = held.swap_remove(next);
+        let ns = ((ended.end - ended.begin) * 1e9) as u64;
+        let log = crate::shared::log2_of(ns);
+        let seen = self.feed.of(key);
+        seen.completions += 1;
+        if ended.is_trial {
+            seen.trials_good += 1;
+            seen.trial_answers += 1;
+            seen.trial_answer_log += log;
+        } else {
+            seen.successes += 1;
+            seen.answers += 1;
+            seen.answer_ns += ns;
+            seen.answer_log += log;
+            seen.answer_log_square += log * log;
+        }
+        Some(ended.end)
+    }
+
+    fn now(&self) -> f64 {
+        self.feed.now.as_secs_f64()
+    }
+
+    /// A tick of clients who keep `clients` requests at a worker that is good, and try one that is to be tried.
+    fn keep(
+        &mut self,
+        key: usize,
+        clients: usize,
+        bytes: u64,
+        mut seconds: impl FnMut(&mut Rng) -> f64,
+    ) {
+        let (begin, until) = (self.now(), self.now() + TICK.as_secs_f64());
+        if let Standing::Trial { load_max, .. } = self.feed.standing(key)
+            && self.held[key].len() <= load_max as usize
+        {
+            let time = seconds(&mut self.feed.rng);
+            self.send(key, begin, time, bytes, true);
+        }
+        let is_good = self.feed.is_good(key);
+        while is_good && self.held[key].len() < clients {
+            let time = seconds(&mut self.feed.rng);
+            self.send(key, begin, time, bytes, false);
+        }
+        while let Some(at) = self.end_next(key, until) {
+            if is_good {
+                let time = seconds(&mut self.feed.rng);
+                self.send(key, at, time, bytes, false);
+            }
+        }
+        self.show(key);
+    }
+
+    /// As the books have it.
+    fn show(&mut self, key: usize) {
+        let count = self.held[key].len() as u32;
+        let bytes = self.held[key].iter().map(|held| held.bytes).sum();
+        let seen = self.feed.of(key);
+        (seen.in_flight, seen.waiting, seen.waiting_bytes) = (count, count, bytes);
+    }
+
+    fn run(&mut self, time: f64, mut each: impl FnMut(&mut Answering)) {
+        for _ in 0..(time / TICK.as_secs_f64()).round() as usize {
+            each(self);
+            self.feed.tick();
+            self.feed.check_invariants();
+        }
+    }
+
+    fn seconds_until_out(
+        &mut self,
+        key: usize,
+        time: f64,
+        mut each: impl FnMut(&mut Answering),
+    ) -> f64 {
+        let begin = self.now();
+        // Its first silence may be taken for a stall, which ends with the first answers.
+        while self.feed.why(key) != Some(Why::Degraded) {
+            assert!(self.now() - begin < time, "not out after {time} s");
+            self.run(TICK.as_secs_f64(), &mut each);
+        }
+        self.now() - begin
+    }
+}
+
+/// Seconds between a half and one and a half times as many.
+fn about(seconds: f64) -> impl FnMut(&mut Rng) -> f64 + Copy {
+    move |rng| seconds * (0.5 + rng.below(1000) as f64 / 1000.0)
+}
+
+/// Rig scenario s9l: 64 clients, 20 ms, one of four workers ten times slower.
+#[test]
+fn s9l_a_worker_that_answers_ten_times_slower_is_out_after_a_second() {
+    for slow in [0.2, 0.15, 0.4] {
+        let mut pool = Answering::new(4);
+        let all = |pool: &mut Answering, seconds: f64| {
+            pool.keep(0, 16, 200, about(seconds));
+            (1..4).for_each(|key| pool.keep(key, 16, 200, about(0.02)));
+        };
+        pool.run(1.0, |pool| all(pool, 0.02));
+        let sent = pool.sent[0];
+        let out = pool.seconds_until_out(0, 5.0, |pool| all(pool, slow));
+        assert!(out <= 1.5, "{slow}: {out} s");
+        assert!(pool.sent[0] - sent < 200, "{}", pool.sent[0] - sent);
+        assert!((1..4).all(|key| pool.feed.is_good(key)));
+        // It answers well, but as slowly: trials do not bring it back.
+        pool.run(120.0, |pool| {
+            all(pool, slow);
+            assert!(!pool.feed.is_good(0));
+        });
+        // It is as quick as before.
+        let mut back = false;
+        pool.run(70.0, |pool| {
+            all(pool, 0.02);
+            back |= pool.feed.is_good(0);
+            assert!(back <= pool.feed.is_good(0), "went out again");
+        });
+        assert_eq!(pool.feed.standing(0), Standing::NEW);
+    }
+}
+
+#[test]
+fn a_worker_that_was_slow_from_the_start_is_out_as_soon() {
+    let mut pool = Answering::new(3);
+    let out = pool.seconds_until_out(0, 5.0, |pool| {
+        pool.keep(0, 16, 200, about(0.2));
+        (1..3).for_each(|key| pool.keep(key, 16, 200, about(0.02)));
+    });
+    assert!(out <= 2.0, "{out} s");
+}
+
+#[test]
+fn answers_of_seconds_need_two_windows_or_three_of_their_own_times() {
+    for seed in 0..20 {
+        for (seconds, limit) in [(0.5, 6.0), (1.0, 7.0), (3.0, 14.0)] {
+            let mut pool = Answering::new(4);
+            pool.feed.rng = Rng::new(seed);
+            let all = |pool: &mut Answering, factor: f64| {
+                pool.keep(0, 8, 2000, about(seconds * factor));
+                (1..4).for_each(|key| pool.keep(key, 8, 2000, about(seconds)));
+            };
+            pool.run(60.0, |pool| all(pool, 1.0));
+            assert!(pool.feed.were_always_good());
+            // Also what it has begun.
+            let now = pool.now();
+            pool.held[0]
+                .iter_mut()
+                .for_each(|held| held.end = now + (held.end - now) * 10.0);
+            let out = pool.seconds_until_out(0, 60.0, |pool| all(pool, 10.0));
+            println!("seed {seed}, {seconds} s: {out} s {limit}");
+        }
+    }
+}
+
+#[test]
+fn a_pool_that_answers_ten_times_slower_as_a_whole_loses_nobody() {
+    for seed in 0..20 {
+        for (count, clients, seconds) in [
+            (2, 16, 0.02),
+            (3, 16, 0.02),
+            (4, 4, 0.1),
+            (4, 64, 0.5),
+            (6, 8, 2.0),
+        ] {
+            let mut pool = Answering::new(count);
+            pool.feed.rng = Rng::new(seed);
+            for factor in [1.0, 10.0, 1.0, 10.0] {
+                // Not all busy alike: the last has a quarter of the clients.
+                pool.run(30.0, |pool| {
+                    for key in 0..count {
+                        let clients = if key + 1 == count {
+                            clients / 4
+                        } else {
+                            clients
+                        };
+                        pool.keep(key, clients, 200, about(seconds * factor));
+                    }
+                    let degraded =
+                        (0..count).filter(|&key| pool.feed.why(key) == Some(Why::Degraded));
+                    assert_eq!(
+                        degraded.count(),
+                        0,
+                        "seed {seed}: {count} x {clients}, {seconds} s"
+                    );
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn slow_answers_are_judged_only_with_two_peers_and_enough_requests() {
+    for (count, clients, factor) in [(1, 16, 10.0), (2, 16, 10.0), (4, 3, 10.0), (4, 16, 4.0)] {
+        let mut pool = Answering::new(count);
+        pool.run(60.0, |pool| {
+            pool.keep(0, clients, 200, about(0.02 * factor));
+            (1..count).for_each(|key| pool.keep(key, 16, 200, about(0.02)));
+        });
+        assert!(
+            pool.feed.were_always_good(),
+            "{count} workers, {clients} clients, x {factor}"
+        );
+    }
+}
+
+#[test]
+fn answers_are_compared_among_workers_of_the_same_models() {
+    let mut pool = Answering::new(6);
+    (0..2).for_each(|key| pool.feed.of(key).models = 1);
+    pool.run(60.0, |pool| {
+        (0..2).for_each(|key| pool.keep(key, 16, 200, about(2.0)));
+        (2..6).for_each(|key| pool.keep(key, 16, 200, about(0.02)));
+    });
+    assert!(pool.feed.were_always_good());
+}
+
+#[test]
+fn two_slow_workers_of_four_are_found_and_no_third() {
+    let mut pool = Answering::new(4);
+    pool.run(60.0, |pool| {
+        (0..2).for_each(|key| pool.keep(key, 16, 200, about(0.2)));
+        (2..4).for_each(|key| pool.keep(key, 16, 200, about(0.02)));
+        assert!(pool.feed.is_good(2) && pool.feed.is_good(3));
+    });
+    assert!(!pool.feed.is_good(0) && !pool.feed.is_good(1));
+}
+
+#[test]
+fn a_worker_that_got_very_long_prompts_is_not_slow() {
+    for (bytes, seconds) in [(400_000, 20.0), (100_000, 8.0)] {
+        let mut pool = Answering::new(4);
+        let peers = |pool: &mut Answering| {
+            (1..4).for_each(|key| pool.keep(key, 8, 2000, about(0.5)));
+        };
+        pool.run(30.0, |pool| {
+            pool.keep(0, 8, 2000, about(0.5));
+            peers(pool);
+        });
+        // Now each request there has one.
+        pool.run(120.0, |pool| {
+            pool.keep(0, 8, bytes, about(seconds));
+            peers(pool);
+            assert_ne!(pool.feed.why(0), Some(Why::Degraded), "{bytes} bytes");
+        });
+    }
+}
+
+/// The prompts are as long as the peers', but those hold them and this one, new to them, does not.
+#[test]
+fn a_worker_with_an_empty_cache_is_not_slow() {
+    let mut pool = Answering::new(4);
+    pool.run(60.0, |pool| {
+        pool.keep(0, 8, 60_000, about(6.0));
+        for key in 1..4 {
+            let fresh = pool.feed.of(key).fresh_bytes;
+            pool.keep(key, 8, 60_000, about(0.5));
+            pool.feed.of(key).fresh_bytes = fresh;
+        }
+    });
+    assert!(pool.feed.were_always_good());
+}
+
+#[test]
+fn long_streams_on_one_worker_and_short_answers_on_others_make_none_slow() {
+    let mut pool = Answering::new(4);
+    pool.run(120.0, |pool| {
+        pool.keep(0, 1, 200, about(0.02));
+        // 15 streams in long tool calls: heartbeats now and then, nothing that ends.
+        let seen = pool.feed.of(0);
+        seen.in_flight += 15;
+        seen.pieces += 1;
+        (1..4).for_each(|key| pool.keep(key, 16, 200, about(0.02)));
+    });
+    assert!(pool.feed.were_always_good());
+}
+
+/// One in ten answers takes a hundred times as long; the least loaded worker gets each request.
+#[test]
+fn a_few_very_long_answers_make_nobody_slow() {
+    for seed in 0..40 {
+        for rate in [4.0, 10.0, 60.0] {
+            let mut pool = Answering::new(4);
+            pool.feed.rng = Rng::new(seed);
+            let mut next = pool.now();
+            pool.run(200.0, |pool| {
+                let until = pool.now() + TICK.as_secs_f64();
+                while next < until {
+                    (0..4).for_each(|key| while pool.end_next(key, next).is_some() {});
+                    let key = (0..4).min_by_key(|&key| pool.held[key].len()).unwrap_or(0);
+                    let is_long = pool.feed.rng.below(10) == 0;
+                    let seconds = about(if is_long { 20.0 } else { 0.2 })(&mut pool.feed.rng);
+                    pool.send(key, next, seconds, 500, false);
+                    let lot = pool.feed.rng.next() as f64 / u64::MAX as f64;
+                    next -= lot.max(1e-9).ln() / rate;
+                }
+                for key in 0..4 {
+                    while pool.end_next(key, until).is_some() {}
+                    pool.show(key);
+                    let is_slow = pool.feed.why(key) == Some(Why::Degraded);
+                    assert!(!is_slow, "seed {seed}, {rate}/s");
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn requests_that_come_all_at_once_to_one_worker_do_not_make_it_slow() {
+    let mut pool = Answering::new(4);
+    let mut ticks = 0;
+    pool.run(120.0, |pool| {
+        let begin = pool.now();
+        for key in 1..4 {
+            pool.keep(key, 16, 500, about(2.0));
+        }
+        // 64 every 20 s, and twice as slow for being so many.
+        ticks += 1;
+        if ticks % 80 == 40 {
+            for _ in 0..64 {
+                let seconds = about(4.0)(&mut pool.feed.rng);
+                pool.send(0, begin, seconds, 500, false);
+            }
+        }
+        while pool.end_next(0, begin + TICK.as_secs_f64()).is_some() {}
+        pool.show(0);
+    });
+    assert!(pool.feed.were_always_good());
+}
+
+#[test]
+fn a_pause_of_a_moment_does_not_make_a_worker_slow() {
+    let mut pool = Answering::new(4);
+    let mut ticks = 0;
+    pool.run(120.0, |pool| {
+        ticks += 1;
+        (1..4).for_each(|key| pool.keep(key, 8, 200, about(0.05)));
+        // A third of a second, every 5 s.
+        if ticks % 20 == 0 {
+            pool.held[0].iter_mut().for_each(|held| held.end += 0.35);
+        }
+        pool.keep(0, 8, 200, about(0.05));
+        assert_ne!(pool.feed.why(0), Some(Why::Degraded));
+    });
+}
+
+/// Its trials are streams too short to measure: nothing says that it is slow still, and nothing else will come.
+#[test]
+fn a_worker_with_slow_answers_comes_back_by_trials_that_are_streams() {
+    let mut pool = Answering::new(4);
+    let peers = |pool: &mut Answering| (1..4).for_each(|key| pool.keep(key, 16, 200, about(0.02)));
+    pool.seconds_until_out(0, 5.0, |pool| {
+        pool.keep(0, 16, 200, about(0.2));
+        peers(pool);
+    });
+    pool.run(20.0, |pool| {
+        peers(pool);
+        while pool.end_next(0, f64::MAX).is_some() {}
+        pool.show(0);
+        if let Standing::Trial { .. } = pool.feed.standing(0) {
+            pool.feed.of(0).chosen += 1;
+            pool.feed.of(0).trials_good += 1;
+        }
+    });
+    assert!(pool.feed.is_good(0));
 }
 
 // All of it.
