@@ -423,18 +423,20 @@ pub struct StandingArgs {
     #[arg(value_parser = ["retry", "wait"])]
     #[arg(env = "CORELANE_STALLED_REQUESTS", hide_env = true)]
     pub stalled_requests: String,
-    /// A worker is degraded when its pieces per second and stream are below this share of the median of its peers,
-    /// of which there must be two, 0 to 1 (0: never; for pools whose workers send pieces of different size)
+    /// A worker is degraded when its pieces per second and stream, or its answers in one piece per second and waiting
+    /// request, are below this share of the median of its peers, of which there must be two, 0 to 1 (0: never; for
+    /// pools whose workers send pieces of different size, or get requests of quite different length)
     #[arg(long, default_value_t = 0.2, value_name = "RATIO")]
     #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
     #[arg(env = "CORELANE_DEGRADED_RATIO", hide_env = true)]
     pub degraded_ratio: f64,
-    /// ... for half of this time, measured over about the other half
+    /// ... for half of this time, measured over about the other half; answers in one piece for longer while they are
+    /// few, at most six times this, and for an eighth when hundreds are missing
     #[arg(long, default_value_t = 5, value_name = "SECONDS")]
     #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_DEGRADED_WINDOW_SECS", hide_env = true)]
     pub degraded_window_secs: u64,
-    /// ... and it has at least this many streams
+    /// ... and it has at least this many streams, or waiting requests
     #[arg(long, default_value_t = 4, value_name = "COUNT")]
     #[arg(value_parser = value_parser!(u32).range(1..=1_000_000), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_DEGRADED_MIN_REQUESTS", hide_env = true)]

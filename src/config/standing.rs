@@ -28,7 +28,7 @@ pub struct StandingConfig {
     pub degraded_ratio: f64,
     /// Time in which degradation is found.
     pub degraded_window: Duration,
-    /// Streams for a degradation, at least 1.
+    /// Streams, or waiting requests, for a degradation, at least 1.
     pub degraded_requests_min: u32,
     /// Share of a pool's ready workers that may be out, 0 to 1.
     pub ejected_share_max: f64,

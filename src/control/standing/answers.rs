@@ -171,7 +171,8 @@ impl Stretch {
 struct Usual {
     seconds: f64,
     log: f64,
-    /// The greatest of this stretch and all longer ones: in a short one, answers may be alike by chance.
+    /// The greatest of this stretch and all longer ones: in a short one, answers may be alike by chance. In the longest,
+    /// answers that have not ended show too, by the time seen in flight.
     spread: f64,
     prompt: f64,
     fresh: f64,
@@ -181,60 +182,84 @@ struct Usual {
 }
 
 impl Usual {
-    /// `known`: of these workers, those that are known. `own`: whether the one to judge is among them; if not, it
-    /// counts as the slowest. None with fewer than two others.
-    fn of(known: &Sorted, own_is_known: bool, longer: Option<&Usual>) -> Option<Usual> {
-        let count = known.log.len();
-        if count < PEERS_MIN + usize::from(own_is_known) {
+    /// `own_is_known`: whether the one to judge is among those known; if not, it counts as the slowest. None with fewer
+    /// than two others.
+    fn of(known: &Known, own_is_known: bool, longer: Option<&Usual>) -> Option<Usual> {
+        if known.count < PEERS_MIN + usize::from(own_is_known) {
             return None;
         }
-        let at = (count - usize::from(own_is_known)) / 2;
+        let at = usize::from(!own_is_known);
         Some(Usual {
             seconds: known.seconds[at],
             log: known.log[at],
             spread: longer
-                .map_or(known.held[at], |l| l.spread)
+                .map_or(known.held[at], |longer| longer.spread)
                 .max(known.spread[at]),
             prompt: known.prompt[at],
             fresh: known.fresh[at],
             answers: known.answers[at],
-            answers_longest: longer.map_or(known.answers[at], |l| l.answers_longest),
+            answers_longest: longer.map_or(known.answers[at], |longer| longer.answers_longest),
         })
     }
 }
 
-/// Columns of [`Usual`], each sorted by itself.
-#[derive(Debug, Default)]
-struct Sorted {
-    seconds: Vec<f64>,
-    log: Vec<f64>,
-    spread: Vec<f64>,
-    held: Vec<f64>,
-    prompt: Vec<f64>,
-    fresh: Vec<f64>,
-    answers: Vec<f64>,
+/// Lower and upper median of everything that is known in a stretch.
+#[derive(Debug)]
+struct Known {
+    count: usize,
+    seconds: [f64; 2],
+    log: [f64; 2],
+    spread: [f64; 2],
+    /// How many times (binary logarithm) the time seen in flight is that of the answers that ended.
+    held: [f64; 2],
+    prompt: [f64; 2],
+    fresh: [f64; 2],
+    answers: [f64; 2],
 }
 
-impl Sorted {
-    fn of(stretches: &[Option<Stretch>]) -> Sorted {
-        let column = |value: fn(&Stretch) -> f64| {
-            let known = stretches.iter().flatten().filter(|s| s.is_known());
-            let mut column: Vec<f64> = known.map(value).collect();
-            column.sort_unstable_by(f64::total_cmp);
-            column
+impl Known {
+    fn of(stretches: &[Option<Stretch>]) -> Known {
+        let known: Vec<&Stretch> = stretches
+            .iter()
+            .flatten()
+            .filter(|s| s.is_known())
+            .collect();
+        let mut column = Vec::with_capacity(known.len());
+        let mut medians = |value: fn(&Stretch) -> f64| {
+            column.clear();
+            column.extend(known.iter().map(|stretch| value(stretch)));
+            medians(&mut column)
         };
-        Sorted {
+        Known {
+            count: known.len(),
             // The greater of what answers took and what was seen in flight, to the disadvantage of nobody.
-            seconds: column(|s| s.usual.max(s.wait_seconds / s.answers).max(1e-6)),
-            log: column(|s| s.log),
-            spread: column(|s| s.spread),
-            // Long answers that have not ended show in what is in flight only.
-            held: column(|s| (s.wait_seconds / s.answers / s.usual.max(1e-6)).log2()),
-            prompt: column(|s| s.prompt),
-            fresh: column(|s| s.fresh),
-            answers: column(|s| s.answers),
+            seconds: medians(|s| s.usual.max(s.wait_seconds / s.answers).max(1e-6)),
+            log: medians(|s| s.log),
+            spread: medians(|s| s.spread),
+            held: medians(|s| (s.wait_seconds / s.answers / s.usual.max(1e-6)).log2()),
+            prompt: medians(|s| s.prompt),
+            fresh: medians(|s| s.fresh),
+            answers: medians(|s| s.answers),
         }
     }
+}
+
+/// The lower and the upper one.
+fn medians(column: &mut [f64]) -> [f64; 2] {
+    if column.is_empty() {
+        return [0.0; 2];
+    }
+    let count = column.len();
+    let (below, &mut upper, _) = column.select_nth_unstable_by(count / 2, f64::total_cmp);
+    let lower = match count % 2 {
+        0 => below
+            .iter()
+            .copied()
+            .max_by(f64::total_cmp)
+            .unwrap_or(upper),
+        _ => upper,
+    };
+    [lower, upper]
 }
 
 /// The answers of trials up to some moment.
@@ -359,10 +384,10 @@ fn look_at(
     rate: f64,
     config: &StandingConfig,
 ) {
-    let sorted = Sorted::of(stretches);
+    let known = Known::of(stretches);
     for (own, found) in stretches.iter().zip(findings) {
         let own_is_known = own.is_some_and(|own| own.is_known());
-        let Some(usual) = Usual::of(&sorted, own_is_known, found.usual.as_ref()) else {
+        let Some(usual) = Usual::of(&known, own_is_known, found.usual.as_ref()) else {
             continue;
         };
         found.is_slow |= own.is_some_and(|own| own.is_slow(&usual, rate, config));
