@@ -8,7 +8,7 @@
 //! | failing | failures reach the threshold and are half of a recent stretch | after the time-out | good trials |
 //! | refused | one refused connection | nothing heard of probes for their interval | a good probe, a good trial |
 //! | stalled | silent with work in flight, its peers are not | progress, or a pause | a good trial, real progress |
-//! | degraded | pieces per stream or answers per wait far below the peers' | a pause | trials as fast as peers, or its streams |
+//! | degraded | pieces per stream or answers far below the peers' | a pause | trials as fast as peers, or its streams |
 //!
 //! Invariants (of the ready workers of a role, its pool):
 //! - J1 one is always good; at most `ejected_share_max` are not, those refused aside.

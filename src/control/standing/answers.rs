@@ -171,8 +171,8 @@ impl Stretch {
 struct Usual {
     seconds: f64,
     log: f64,
-    /// The greatest of this stretch and all longer ones: in a short one, answers may be alike by chance. In the longest,
-    /// answers that have not ended show too, by the time seen in flight.
+    /// The greatest of this stretch and all longer ones: in a short one, answers may be alike by chance. In the
+    /// longest, answers that have not ended show too, by the time seen in flight.
     spread: f64,
     prompt: f64,
     fresh: f64,
@@ -362,7 +362,8 @@ struct Finding {
     usual_log: Option<f64>,
 }
 
-/// Judges workers that serve the same models, after all have observed the tick. `rate`: bytes a second of a slow prefill.
+/// Judges workers that serve the same models, after all have observed the tick. `rate`: bytes a second of a slow
+/// prefill.
 pub fn compare(workers: &mut [&mut Answers], rate: f64, config: &StandingConfig) {
     let mut findings = vec![Finding::default(); workers.len()];
     if workers.len() > PEERS_MIN && config.degraded_ratio > 0.0 {
