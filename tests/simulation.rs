@@ -649,6 +649,7 @@ impl World for Sim {
         self.malformed += 1;
     }
     fn record_added(&mut self, _: u64) {}
+    fn record_answer(&mut self, _: Slot, _: u64, _: bool) {}
     fn record_piece(&mut self, _: Slot, _: u64) {}
     fn record(&mut self, record: Record) {
         self.chosen.clear();
