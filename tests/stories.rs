@@ -122,7 +122,14 @@ async fn a_worker_killed_under_64_connections_costs_no_client_an_error_that_had_
             },
         });
     }
-    let flags = ["--cores", "2", "--policy", "round_robin"];
+    let flags = [
+        "--cores",
+        "2",
+        "--policy",
+        "round_robin",
+        "--health-check-interval-secs",
+        "1",
+    ];
     let router = router(&[&workers[0], &workers[1], &workers[2]], &flags).await;
     let cut = Arc::new(AtomicU64::new(0));
     let counted = cut.clone();
@@ -137,7 +144,6 @@ async fn a_worker_killed_under_64_connections_costs_no_client_an_error_that_had_
         let before = crowd.answered();
         until("the others serve", || crowd.answered() > before + 500).await;
         workers[round].revive().await;
-        router.control().probe();
         until("it is back", || state(&router, &workers[round]) == "ready").await;
     }
     assert_eq!(crowd.stop().await, Vec::<String>::new());
