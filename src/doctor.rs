@@ -87,6 +87,7 @@ pub fn examine() -> Vec<Finding> {
     findings.extend(open_files());
     findings.extend(backlog());
     findings.extend(local_ports());
+    findings.extend(migration());
     findings
 }
 
@@ -458,6 +459,31 @@ fn backlog() -> Option<Finding> {
     ))
 }
 
+/// `net.ipv4.tcp_migrate_req` (Linux 5.14): whether connections that a closing listener leaves unaccepted move to another
+/// one of the port, which concerns upgrades by `--reuse-port` only.
+fn migration() -> Option<Finding> {
+    Some(migration_of(&read("/proc/sys/net/ipv4/tcp_migrate_req")?))
+}
+
+fn migration_of(switch: &str) -> Finding {
+    let detail = format!("net.ipv4.tcp_migrate_req = {switch}");
+    if switch == "1" {
+        return Finding::ok("upgrades", detail);
+    }
+    Finding {
+        remedy: Some(
+            "sysctl -w net.ipv4.tcp_migrate_req=1, or inherited sockets, which need no such thing"
+                .to_owned(),
+        ),
+        ..Finding::ok(
+            "upgrades",
+            format!(
+                "{detail}: with --reuse-port, connections just being made as the old router closes are reset"
+            ),
+        )
+    }
+}
+
 /// Connections to one worker's address are limited by local ports.
 fn local_ports() -> Option<Finding> {
     let range = read("/proc/sys/net/ipv4/ip_local_port_range")?;
@@ -570,6 +596,13 @@ mod tests {
                 .detail
                 .contains("1.5 CPUs of 8")
         );
+    }
+
+    #[test]
+    fn migration_is_told_and_never_a_fault() {
+        let off = migration_of("0");
+        assert!(off.verdict == Verdict::Ok && off.remedy.is_some());
+        assert_eq!(migration_of("1").remedy, None);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //!
 //! # One request, from accept to close
 //!
-//! 1. **accept** Each core has its own listener (SO_REUSEPORT) and its own io_uring. A connection that a core accepts
+//! 1. **accept** Each core has its own listener (SO_REUSEPORT; or all share inherited ones) and its own io_uring. A connection that a core accepts
 //!    stays there until it closes ([`core`], [`ring`]).
 //! 2. **head** The bytes lie in one of the core's shared receive buffers. [`exchange::Session`] looks for a head with
 //!    [`http::request::parse`], which takes the strict reading of RFC 9112 and copies the end-to-end fields right behind
@@ -58,6 +58,8 @@ pub mod doctor;
 pub mod exchange;
 #[forbid(unsafe_code)]
 pub mod http;
+pub mod listen;
+pub mod notify;
 pub mod ring;
 #[forbid(unsafe_code)]
 pub mod route;
@@ -65,4 +67,4 @@ pub mod shared;
 mod start;
 pub mod upstream;
 
-pub use start::{Router, StartError, start};
+pub use start::{Router, StartError, start, start_on};

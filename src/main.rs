@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use clap::Parser;
 use corelane::config::{Cli, Command, Config, EXIT_USAGE};
 use corelane::demo::{DemoArgs, FleetView, Probe, WorkerView, router_flags};
+use corelane::ring::Inherited;
 use corelane::route::Reason;
-use corelane::{Router, doctor, start};
+use corelane::{Router, doctor, notify, start, start_on};
 use shards::HistogramSnapshot;
 
 fn main() -> ExitCode {
@@ -34,6 +35,11 @@ fn report(result: io::Result<()>) -> ExitCode {
 }
 
 fn serve(cli: Cli) -> ExitCode {
+    // Before anything else is opened.
+    let inherited = match corelane::ring::inherited() {
+        Ok(inherited) => inherited,
+        Err(e) => return report(Err(e)),
+    };
     let config = match Config::from_cli(cli) {
         Ok(config) => config,
         Err(e) => {
@@ -42,11 +48,11 @@ fn serve(cli: Cli) -> ExitCode {
         }
     };
     log(config.log_level.name());
-    report(run(config))
+    report(run(config, inherited))
 }
 
-fn run(config: Config) -> io::Result<()> {
-    let router = start(config).map_err(io::Error::other)?;
+fn run(config: Config, inherited: Vec<Inherited>) -> io::Result<()> {
+    let router = start_on(config, inherited).map_err(io::Error::other)?;
     router.control().handle_signals()?;
     tracing::info!(
         address = %router.address,
@@ -55,6 +61,7 @@ fn run(config: Config) -> io::Result<()> {
         policy = router.shared.config().settings.policy.name(),
         "listening"
     );
+    notify::send(notify::READY);
     router.join().map_err(io::Error::other)
 }
 

@@ -1,10 +1,11 @@
 //! From a configuration to a running router: listeners, books, shards, cores, control thread.
 
 use std::fmt;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use shards::{Books, Domain, Gate, Lesson, Receiver, SLOT_COUNT_MAX, Sender, TreeLimits};
 
@@ -12,11 +13,10 @@ use crate::config::Config;
 use crate::control::{self, Control};
 use crate::core::{self, Seed};
 use crate::doctor;
-use crate::ring;
+use crate::listen::{ListenError, Listeners};
+use crate::ring::{self, Inherited};
 use crate::shared::{CoreShared, Fleet, Shared, ToCore};
 
-/// Connections that may wait to be accepted, a core; the kernel caps it at `net.core.somaxconn`.
-const BACKLOG: i32 = 4096;
 /// Admin requests that may wait for the control thread.
 const ADMIN_QUEUE_COUNT: usize = 1024;
 /// Lessons that may wait in one mailbox between two cores.
@@ -24,11 +24,16 @@ const MAILBOX_COUNT: usize = 256;
 /// Memory of a (block, worker) membership, about.
 const MEMBERSHIP_BYTES: u64 = 24;
 
+/// Longest wait of a router that takes over for its workers to be ready.
+const READY_WAIT: Duration = Duration::from_secs(10);
+/// Between two looks at them.
+const READY_PAUSE: Duration = Duration::from_millis(2);
+
 /// Why the router did not start.
 #[derive(Debug)]
 pub enum StartError {
-    /// An address cannot be bound.
-    Bind(SocketAddr, std::io::Error),
+    /// It cannot listen.
+    Listen(ListenError),
     /// The machine lacks something.
     Machine(String),
 }
@@ -36,13 +41,19 @@ pub enum StartError {
 impl fmt::Display for StartError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            StartError::Bind(address, e) => write!(f, "cannot listen on {address}: {e}"),
+            StartError::Listen(e) => e.fmt(f),
             StartError::Machine(what) => write!(f, "{what} (see `corelane doctor`)"),
         }
     }
 }
 
 impl std::error::Error for StartError {}
+
+impl From<ListenError> for StartError {
+    fn from(e: ListenError) -> StartError {
+        StartError::Listen(e)
+    }
+}
 
 /// A running router. Dropping it stops it at once.
 pub struct Router {
@@ -56,20 +67,40 @@ pub struct Router {
     cores: Vec<JoinHandle<std::io::Result<()>>>,
 }
 
-/// Starts a router. Returns when all listeners are bound and all threads run; workers become ready in their own time.
+/// Starts a router. Returns when it listens and all threads run; workers become ready in their own time, except with
+/// `--reuse-port`, as of [`start_on`].
 ///
 /// # Errors
 /// An address is taken, or the machine lacks what a core needs.
 pub fn start(config: Config) -> Result<Router, StartError> {
+    start_on(config, Vec::new())
+}
+
+/// Starts a router on sockets that were opened for it ([`ring::inherited`]): the one named `metrics` is for Prometheus,
+/// all others are for clients. What is not among them is bound. A router that may take another's place (on inherited
+/// sockets, or with `--reuse-port`) accepts only when its workers are ready, or after 10 s.
+///
+/// # Errors
+/// As of [`start`]; and when a descriptor is not a listening TCP socket.
+pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router, StartError> {
     let abilities = ring::probe().ok().filter(|found| found.buffer_rings);
     let abilities = abilities.ok_or_else(|| StartError::Machine(doctor::obstacles()))?;
     let cpus = cpus(config.core_count)?;
     let count = cpus.len();
-    let bind = |address| move |e| StartError::Bind(address, e);
-    let listeners = ring::listeners(config.listen, count, BACKLOG).map_err(bind(config.listen))?;
-    let metrics = TcpListener::bind(config.metrics_listen).map_err(bind(config.metrics_listen))?;
-    let address = listeners[0].local_addr().map_err(bind(config.listen))?;
-    let metrics_address = metrics.local_addr().map_err(bind(config.metrics_listen))?;
+    let bind = |address| move |e| ListenError::Bind(address, e);
+    let listeners = Listeners::open(&config, inherited, count)?;
+    let address = listeners.address().map_err(bind(config.listen))?;
+    let metrics_address = listeners.metrics.local_addr();
+    let metrics_address = metrics_address.map_err(bind(config.metrics_listen))?;
+    let takes_over = config.reuse_port || listeners.is_data_inherited;
+    if listeners.is_data_inherited {
+        // Connections wait for the next router; asking there for readiness would not reach this one anyway.
+        config.drain_grace.get_or_insert(Duration::ZERO);
+    }
+    let metrics = control::MetricsListener {
+        listener: listeners.metrics.try_clone().map_err(bind(metrics_address))?,
+        is_left_at_drain: config.reuse_port || listeners.is_metrics_inherited,
+    };
 
     let machine = |e: std::io::Error| StartError::Machine(e.to_string());
     let domain = Arc::new(Domain::new(count));
@@ -109,14 +140,23 @@ pub fn start(config: Config) -> Result<Router, StartError> {
         cores: Vec::new(),
     };
 
+    if takes_over {
+        await_workers(router.control());
+    }
+    listeners.listen(address)?;
+    let Listeners {
+        data,
+        is_data_inherited: are_inherited,
+        ..
+    } = listeners;
     let mut mail = mailboxes(count);
-    for (index, ((listener, shard), cpu)) in listeners.into_iter().zip(shards).zip(cpus).enumerate()
-    {
+    for (index, ((listeners, shard), cpu)) in data.into_iter().zip(shards).zip(cpus).enumerate() {
         let (senders, receivers) = mail.remove(0);
         let seed = Seed {
             index,
             cpu,
-            listener,
+            listeners,
+            are_inherited,
             shard,
             reader: domain.reader(index),
             senders,
@@ -182,6 +222,19 @@ impl Drop for Router {
             control.stop();
             control.join();
         }
+    }
+}
+
+/// Waits until every worker of the start has been probed and one of each needed role is ready: the router whose place
+/// this one takes still serves, or new connections wait in the kernel, and both are better than a 503.
+fn await_workers(control: &Control) {
+    let end = Instant::now() + READY_WAIT;
+    while control.is_starting() {
+        if Instant::now() >= end {
+            let waited_secs = READY_WAIT.as_secs();
+            return tracing::warn!(waited_secs, "not all workers are ready: serving all the same");
+        }
+        std::thread::sleep(READY_PAUSE);
     }
 }
 

@@ -9,6 +9,8 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
     BTreeMap::from([
         ("ring", &[] as &[&str]),
         ("http", &[]),
+        ("notify", &[]),
+        ("listen", &["config", "ring"]),
         ("demo", &[]),
         ("route", &["shared"]),
         ("upstream", &["ring"]),
@@ -16,7 +18,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("doctor", &["config", "ring"]),
         ("shared", &["config", "ring", "route"]),
         ("exchange", &["config", "http", "route", "shared"]),
-        ("control", &["config", "route", "shared"]),
+        ("control", &["config", "notify", "route", "shared"]),
         (
             "core",
             &["config", "exchange", "ring", "route", "shared", "upstream"],
@@ -24,7 +26,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         (
             "start",
             &[
-                "config", "control", "core", "doctor", "ring", "route", "shared",
+                "config", "control", "core", "doctor", "listen", "ring", "route", "shared",
             ],
         ),
     ])

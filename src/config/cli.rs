@@ -93,6 +93,12 @@ pub struct ListenerArgs {
         allow_negative_numbers = true
     )]
     pub port: u16,
+    /// Listen although another process of the same user does, and before serving wait up to 10 s for the workers to be
+    /// ready: to start a new router beside the old one, which is then sent SIGTERM. Holds for the Prometheus listener too
+    #[arg(long)]
+    #[arg(value_parser = BoolishValueParser::new())]
+    #[arg(env = "CORELANE_REUSE_PORT", hide_env = true)]
+    pub reuse_port: bool,
     /// Workers, as http://host:port, a path prefix may follow; more can be added and removed while running
     #[arg(long, num_args = 0.., value_name = "URL")]
     #[arg(env = "CORELANE_WORKER_URLS", hide_env = true)]
@@ -364,11 +370,12 @@ pub struct ReliabilityArgs {
     #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_KEEPALIVE_TIMEOUT_SECS", hide_env = true)]
     pub keepalive_timeout_secs: u64,
-    /// After SIGTERM: how long readiness says 503 while new connections are still accepted
-    #[arg(long, default_value_t = 1, value_name = "SECONDS")]
+    /// After SIGTERM: how long readiness says 503 while new connections are still accepted (default: 1; with
+    /// --reuse-port or inherited sockets 0, as the next router accepts)
+    #[arg(long, value_name = "SECONDS")]
     #[arg(value_parser = value_parser!(u64).range(..=86_400), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_DRAIN_GRACE_SECS", hide_env = true)]
-    pub drain_grace_secs: u64,
+    pub drain_grace_secs: Option<u64>,
     /// After SIGTERM: how long running requests may take to finish
     #[arg(long, default_value_t = 600, value_name = "SECONDS")]
     #[arg(value_parser = value_parser!(u64).range(..=604_800), allow_negative_numbers = true)]

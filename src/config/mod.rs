@@ -32,6 +32,9 @@ use crate::route::{Role, Settings};
 /// Most workers that can be registered at a time; half of the books' slots, so that as many old incarnations may drain.
 pub const WORKER_COUNT_MAX: usize = shards::SLOT_COUNT_MAX / 2;
 
+/// Time for load balancers to see that readiness has turned 503.
+const DRAIN_GRACE: Duration = Duration::from_secs(1);
+
 /// Exit code for a command line that cannot be (the code clap uses).
 pub const EXIT_USAGE: i32 = 2;
 
@@ -128,6 +131,8 @@ pub struct Config {
     pub listen: SocketAddr,
     /// Where Prometheus scrapes.
     pub metrics_listen: SocketAddr,
+    /// Another process may listen on both.
+    pub reuse_port: bool,
     /// Workers known from the start, no two the same.
     pub workers: Vec<WorkerSpec>,
     /// Data-parallel ranks of each of them, at least 1.
@@ -168,8 +173,8 @@ pub struct Config {
     pub keepalive_timeout: Duration,
     /// A connection to a worker without use; zero: never reused.
     pub pool_idle_timeout: Duration,
-    /// Readiness 503 while still accepting, after the signal.
-    pub drain_grace: Duration,
+    /// Readiness 503 while still accepting, after the signal; `None`: see [`Config::drain_grace`].
+    pub drain_grace: Option<Duration>,
     /// Running requests, after the grace.
     pub drain_timeout: Duration,
 
@@ -290,6 +295,7 @@ impl Config {
                 &observability.prometheus_host,
                 observability.prometheus_port,
             )?,
+            reuse_port: listener.reuse_port,
             workers,
             data_parallel_size: listener.intra_node_data_parallel_size,
             worker_startup_timeout: secs(listener.worker_startup_timeout_secs),
@@ -317,7 +323,7 @@ impl Config {
             body_read_timeout: secs(reliability.body_read_timeout_secs),
             keepalive_timeout: secs(reliability.keepalive_timeout_secs),
             pool_idle_timeout: secs(listener.pool_idle_timeout_secs),
-            drain_grace: secs(reliability.drain_grace_secs),
+            drain_grace: reliability.drain_grace_secs.map(secs),
             drain_timeout: secs(reliability.drain_timeout_secs),
             health: HealthConfig {
                 failure_threshold: health.health_failure_threshold,
@@ -355,6 +361,17 @@ impl Config {
                 .iter()
                 .any(|f| f == "deferred-task-run"),
         })
+    }
+
+    /// How long readiness is 503 while the router still accepts, after the signal. Where a next router may listen on the
+    /// same port, none by default: that one accepts, and readiness asked there is not ours to tell.
+    pub fn drain_grace(&self) -> Duration {
+        let default = if self.reuse_port {
+            Duration::ZERO
+        } else {
+            DRAIN_GRACE
+        };
+        self.drain_grace.unwrap_or(default)
     }
 
     /// Policy and thresholds of the workers of a role.
@@ -412,6 +429,7 @@ impl Config {
         serde_json::json!({
             "listen": self.listen.to_string(),
             "prometheus": self.metrics_listen.to_string(),
+            "reuse_port": self.reuse_port,
             "api_key_set": self.api_key.is_some(),
             "intra_node_data_parallel_size": self.data_parallel_size,
             "policy": settings.policy.name(),
@@ -442,7 +460,7 @@ impl Config {
             "health_failure_threshold": self.health.failure_threshold,
             "health_success_threshold": self.health.success_threshold,
             "health_check_endpoint": &*self.health.endpoint,
-            "drain_grace_secs": self.drain_grace.as_secs(),
+            "drain_grace_secs": self.drain_grace().as_secs(),
             "drain_timeout_secs": self.drain_timeout.as_secs(),
             "cores": self.core_count,
             "recv_buffer_bytes": self.recv_buffer_bytes,

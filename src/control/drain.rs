@@ -14,14 +14,26 @@ use crate::shared::{Shared, ToCore};
 /// Counts signals and does what they mean.
 pub(super) struct Drain {
     signals: watch::Sender<u32>,
+    has_begun: watch::Sender<bool>,
 }
 
 impl Drain {
     /// Waits for signals, on the control thread.
     pub(super) fn new(shared: Arc<Shared>) -> Drain {
         let (signals, received) = watch::channel(0);
-        tokio::spawn(run(shared, received));
-        Drain { signals }
+        let has_begun = watch::channel(false).0;
+        tokio::spawn(run(shared, received, has_begun.clone()));
+        Drain { signals, has_begun }
+    }
+
+    /// Ends when the cores are told to stop accepting.
+    pub(super) fn begun(&self) -> impl Future<Output = ()> + Send + 'static {
+        let mut has_begun = self.has_begun.subscribe();
+        async move {
+            if has_begun.wait_for(|begun| *begun).await.is_err() {
+                std::future::pending().await
+            }
+        }
     }
 
     /// A signal has come.
@@ -30,15 +42,20 @@ impl Drain {
     }
 }
 
-async fn run(shared: Arc<Shared>, mut signals: watch::Receiver<u32>) {
+async fn run(
+    shared: Arc<Shared>,
+    mut signals: watch::Receiver<u32>,
+    has_begun: watch::Sender<bool>,
+) {
     if signals.wait_for(|count| *count >= 1).await.is_err() {
         return;
     }
     // ORDERING: Relaxed; a hint for new answers, the message in each inbox is what counts.
     shared.draining.store(true, Ordering::Relaxed);
+    crate::notify::send(crate::notify::STOPPING);
     let config = shared.config();
     tracing::info!(
-        grace_secs = config.drain_grace.as_secs(),
+        grace_secs = config.drain_grace().as_secs(),
         timeout_secs = config.drain_timeout.as_secs(),
         "draining: not ready any more; a second signal stops at once"
     );
@@ -48,9 +65,10 @@ async fn run(shared: Arc<Shared>, mut signals: watch::Receiver<u32>) {
     tokio::pin!(second);
     let is_forced = tokio::select! {
         () = &mut second => true,
-        () = tokio::time::sleep(config.drain_grace) => false,
+        () = tokio::time::sleep(config.drain_grace()) => false,
     };
     if !is_forced {
+        has_begun.send_replace(true);
         post_all(&shared, || ToCore::Drain);
         tokio::select! {
             () = &mut second => {}

@@ -23,10 +23,20 @@ use families::{Families, Label};
 
 mod families;
 
-/// Serves scrapes until the runtime ends. Any path serves them, as vllm-router's listener does.
-pub(super) async fn serve(plane: Arc<Plane>, listener: tokio::net::TcpListener) {
+/// Serves scrapes until the runtime ends, or until `leave` does. Any path serves them, as vllm-router's listener does.
+pub(super) async fn serve(
+    plane: Arc<Plane>,
+    listener: tokio::net::TcpListener,
+    leave: Option<impl Future<Output = ()> + Send + 'static>,
+) {
     let router = Router::new().fallback(scrape).with_state(plane);
-    if let Err(error) = axum::serve(listener, router).await {
+    let serve = axum::serve(listener, router);
+    let result = match leave {
+        // Connections that Prometheus keeps alive end too, or it would go on to scrape this process.
+        Some(leave) => serve.with_graceful_shutdown(leave).await,
+        None => serve.await,
+    };
+    if let Err(error) = result {
         tracing::error!(%error, "the metrics listener has ended");
     }
 }

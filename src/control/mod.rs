@@ -213,6 +213,14 @@ pub struct Control {
     discovery_address: Option<std::net::SocketAddr>,
 }
 
+/// Where Prometheus is served.
+pub struct MetricsListener {
+    /// Listens.
+    pub listener: std::net::TcpListener,
+    /// Another router serves there when this one drains: from then on it gets the scrapes.
+    pub is_left_at_drain: bool,
+}
+
 /// Starts the control thread: registers the configured workers, probes them, serves metrics.
 ///
 /// # Errors
@@ -221,7 +229,7 @@ pub fn start(
     shared: Arc<Shared>,
     publisher: Publisher<Fleet>,
     admin_rx: mpsc::Receiver<AdminRequest>,
-    metrics_listener: Option<std::net::TcpListener>,
+    metrics_listener: Option<MetricsListener>,
 ) -> std::io::Result<Control> {
     let registry = Mutex::new(Registry::new(shared.clone(), publisher));
     let plane = Arc::new(Plane {
@@ -244,10 +252,11 @@ pub fn start(
         .max_blocking_threads(8)
         .build()?;
     let metrics_listener = match metrics_listener {
-        Some(listener) => {
-            listener.set_nonblocking(true)?;
+        Some(metrics) => {
+            metrics.listener.set_nonblocking(true)?;
             let _in_runtime = runtime.enter();
-            Some(tokio::net::TcpListener::from_std(listener)?)
+            let listener = tokio::net::TcpListener::from_std(metrics.listener)?;
+            Some((listener, metrics.is_left_at_drain))
         }
         None => None,
     };
@@ -288,7 +297,7 @@ async fn run(
     mut admin_rx: mpsc::Receiver<AdminRequest>,
     mut order_rx: mpsc::UnboundedReceiver<Order>,
     orders: mpsc::WeakUnboundedSender<Order>,
-    metrics_listener: Option<tokio::net::TcpListener>,
+    metrics_listener: Option<(tokio::net::TcpListener, bool)>,
     discovery: Option<tokio::net::TcpListener>,
 ) {
     for worker in plane.shared.config().workers.clone() {
@@ -299,14 +308,15 @@ async fn run(
     }
     report_settings(&plane.shared.config());
     tokio::spawn(watch::report_start(plane.clone()));
-    if let Some(listener) = metrics_listener {
-        tokio::spawn(metrics::serve(plane.clone(), listener));
-    }
     if let Some(listener) = discovery {
         tokio::spawn(discovery::run(plane.clone(), listener));
     }
     let admin = admin::Admin::new(plane.clone());
     let drain = Drain::new(plane.shared.clone());
+    if let Some((listener, is_left_at_drain)) = metrics_listener {
+        let leave = is_left_at_drain.then(|| drain.begun());
+        tokio::spawn(metrics::serve(plane.clone(), listener, leave));
+    }
     let mut changes = plane.changes.subscribe();
     let mut drain_rate = admission::DrainRate::default();
     let mut judged = tokio::time::Instant::now();
@@ -472,6 +482,17 @@ impl Control {
     /// Workers that may get new requests.
     pub fn ready_count(&self) -> usize {
         self.plane.registry().ready_count()
+    }
+
+    /// Whether workers of the start are still to be probed for the first time, or none of a needed role is ready. A
+    /// router without workers is not starting: they are added later.
+    pub fn is_starting(&self) -> bool {
+        let registry = self.plane.registry();
+        let configured_count = self.plane.shared.config.workers.len();
+        let mut entries = registry.workers().map(|(entry, _)| entry);
+        let is_probing = entries.any(Entry::awaits_first_probe);
+        let is_lacking = configured_count > 0 && !registry.missing_roles().is_empty();
+        (is_probing || is_lacking) && !self.thread.is_finished()
     }
 
     /// Waits until `count` workers are ready. False: not within `timeout`, or the thread has ended.

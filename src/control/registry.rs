@@ -191,6 +191,15 @@ impl Entry {
         !self.needs_engine_ids || ranks.all(|rank| rank.kv.engine_id.is_some())
     }
 
+    /// Whether nothing is known of it yet.
+    pub fn awaits_first_probe(&self) -> bool {
+        match self.phase() {
+            Phase::Starting => self.last_failure.is_none(),
+            Phase::Ready => !self.has_engine_ids() && self.engine_failure.is_none(),
+            Phase::Unhealthy => false,
+        }
+    }
+
     /// `starting`, `ready`, `unhealthy`, or `silent`: it does not register any more.
     pub fn state(&self) -> &'static str {
         match self.phase() {

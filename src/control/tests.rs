@@ -35,7 +35,11 @@ pub(super) fn rig(workers: &[&FakeWorker], change: impl FnOnce(&mut Config)) -> 
         parts.publisher.take().unwrap(),
         parts.admin_rx.take().unwrap(),
     );
-    let control = start(parts.shared.clone(), publisher, admin_rx, Some(listener)).unwrap();
+    let metrics = MetricsListener {
+        listener,
+        is_left_at_drain: false,
+    };
+    let control = start(parts.shared.clone(), publisher, admin_rx, Some(metrics)).unwrap();
     Rig {
         parts,
         control: Some(control),
@@ -602,7 +606,7 @@ fn metrics_read_the_counters_and_the_books() {
 fn draining_turns_readiness_while_still_accepting_and_a_second_signal_stops() {
     let worker = FakeWorker::start(MODEL);
     let mut rig = rig(&[&worker], |config| {
-        config.drain_grace = Duration::from_secs(3600);
+        config.drain_grace = Some(Duration::from_secs(3600));
     });
     rig.ready(1);
     rig.control().drain();
@@ -627,7 +631,7 @@ fn draining_turns_readiness_while_still_accepting_and_a_second_signal_stops() {
 #[test]
 fn the_drain_tells_the_cores_and_is_bounded() {
     let mut rig = rig(&[], |config| {
-        config.drain_grace = Duration::ZERO;
+        config.drain_grace = Some(Duration::ZERO);
         config.drain_timeout = Duration::from_millis(20);
     });
     rig.control().drain();

@@ -11,6 +11,7 @@
 //! - **C3** A place is freed only when the kernel holds no operation on its descriptor.
 //! - **C4** The pin of a turn is taken after the sleep and dropped before the next one: a sleeping core holds nothing back.
 
+mod accept;
 mod budget;
 mod hands;
 mod line;
@@ -20,7 +21,6 @@ mod wheel;
 
 use std::io;
 use std::net::TcpListener;
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -32,6 +32,7 @@ use crate::ring::{Abilities, Event, Received, Ring, RingLimits, Token, send_now}
 use crate::route::{self, Batches, Decision, KeySeed, Role};
 use crate::shared::{CoreShared, CoreStats, Shared, ToCore};
 use crate::upstream::Idles;
+use accept::Door;
 use budget::RetryBudget;
 use hands::{Hands, Turn, sleep_until};
 use line::Line;
@@ -58,8 +59,10 @@ pub struct Seed {
     pub index: usize,
     /// The processor to be pinned to.
     pub cpu: usize,
-    /// Its listener.
-    pub listener: TcpListener,
+    /// Its listeners, at least one.
+    pub listeners: Vec<TcpListener>,
+    /// They are shared with other cores, and with processes before and after this one.
+    pub are_inherited: bool,
     /// Its shard, as the only writer.
     pub shard: Shard,
     /// Its reader of published things.
@@ -111,9 +114,9 @@ pub struct Core {
     idles: Idles,
     wheel: Wheel,
     shelf: Shelf,
-    listener: Option<TcpListener>,
-    is_accepting: bool,
-    accept_again_ns: u64,
+    /// `None`: closed.
+    doors: Vec<Option<Door>>,
+    are_doors_inherited: bool,
     shard: Shard,
     senders: Vec<Sender<Lesson>>,
     receivers: Vec<Receiver<Lesson>>,
@@ -167,9 +170,12 @@ impl Core {
             idles: Idles::default(),
             wheel: Wheel::new(0),
             shelf: Shelf::default(),
-            listener: Some(seed.listener),
-            is_accepting: false,
-            accept_again_ns: 0,
+            doors: seed
+                .listeners
+                .into_iter()
+                .map(|listener| Some(Door::new(listener)))
+                .collect(),
+            are_doors_inherited: seed.are_inherited,
             shard: seed.shard,
             senders: seed.senders,
             receivers: seed.receivers,
@@ -204,7 +210,7 @@ impl Core {
 
     /// The loop: work off messages and lessons, sleep, handle what happened.
     fn run(&mut self, mut reader: Reader) -> io::Result<()> {
-        self.accept();
+        self.accept(0);
         // One count for the whole run: taken each turn it would be a line that all cores write.
         let shared = self.shared.clone();
         loop {
@@ -384,15 +390,15 @@ impl Core {
         if !self.idles.is_empty() || !self.orphans.is_empty() || !self.line.is_empty() {
             next = Some(next.unwrap_or(u64::MAX).min(self.swept_ns + SWEEP_NS));
         }
-        if !self.is_accepting && self.listener.is_some() {
-            next = Some(next.unwrap_or(u64::MAX).min(self.accept_again_ns));
+        if let Some(again_ns) = self.accept_again_ns() {
+            next = Some(next.unwrap_or(u64::MAX).min(again_ns));
         }
         Some(sleep_until(next, now))
     }
 
     /// Whether nothing is left to do. Connections to workers go last, so that the kernel holds none of our memory then.
     fn is_over(&mut self) -> bool {
-        let is_quiet = self.downs.len() == 0 && self.listener.is_none() && !self.is_accepting;
+        let is_quiet = self.downs.len() == 0 && !self.has_doors();
         if !(self.is_draining && is_quiet) {
             return false;
         }
@@ -421,7 +427,7 @@ impl Core {
                 self.sent(turn, token, result, Outgoing { bytes, from });
             }
             Event::Accepted(fd) => self.accepted(turn, fd),
-            Event::AcceptEnded(errno) => self.accept_ended(turn, errno),
+            Event::AcceptEnded { listener, errno } => self.accept_ended(turn, listener, errno),
             Event::Connected { token, result, .. } => self.connected(turn, token, result),
             Event::Watched {
                 token,
@@ -611,36 +617,7 @@ impl Core {
         }
     }
 
-    // ---- accepting ----
-
-    fn accept(&mut self) {
-        if let Some(listener) = &self.listener
-            && !self.is_draining
-        {
-            self.ring.accept(listener.as_raw_fd());
-            self.is_accepting = true;
-        }
-    }
-
-    fn accepted(&mut self, turn: Turn<'_>, fd: OwnedFd) {
-        self.stats().accepted.add(1);
-        if self.is_full() || self.is_stopping {
-            self.stats().closed.add(1);
-            self.complain(
-                "too many connections",
-                &io::Error::other("--max-connections"),
-            );
-            return; // Dropping it closes it.
-        }
-        let wire = Wire {
-            fd: Some(fd),
-            is_open: true,
-            ..Wire::default()
-        };
-        let client = self.downs.insert(Down::new(wire, Session::new()));
-        self.match_receive(client);
-        self.with_session(turn, client, |session, hands| session.begin(hands));
-    }
+    // ---- workers ----
 
     /// Leaves a worker alone for a while. One entry a worker, as in an overload thousands of answers a second say so.
     fn shun(&mut self, slot: Slot, until_ns: u64) {
@@ -674,37 +651,6 @@ impl Core {
             .pd
             .oldest_orphan_ns
             .set(now_ns.saturating_sub(oldest));
-    }
-
-    /// Whether the router has more connections than it may have, all cores together (this one is counted already).
-    fn is_full(&self) -> bool {
-        let open = |core: &CoreShared| {
-            core.stats
-                .accepted
-                .value()
-                .saturating_sub(core.stats.closed.value())
-        };
-        self.shared.cores.iter().map(open).sum::<u64>() > self.config.connection_count_max as u64
-    }
-
-    fn accept_ended(&mut self, turn: Turn<'_>, errno: i32) {
-        self.is_accepting = false;
-        if self.is_draining || self.is_stopping {
-            // What the kernel had accepted for us before it stopped is still served.
-            if let Some(listener) = self.listener.take()
-                && listener.set_nonblocking(true).is_ok()
-            {
-                while let Ok((stream, _)) = listener.accept() {
-                    self.accepted(turn, stream.into());
-                }
-            }
-            return;
-        }
-        if errno == 0 {
-            return self.accept();
-        }
-        self.complain("accepting pauses", &io::Error::from_raw_os_error(errno));
-        self.accept_again_ns = turn.now_ns + ACCEPT_PAUSE_NS;
     }
 
     // ---- timers ----
@@ -755,9 +701,7 @@ impl Core {
                 self.pass_on();
             }
         }
-        if !self.is_accepting && turn.now_ns >= self.accept_again_ns {
-            self.accept();
-        }
+        self.accept(turn.now_ns);
     }
 
     fn sweep(&mut self, turn: Turn<'_>) {
@@ -1054,11 +998,7 @@ impl Core {
         if std::mem::replace(&mut self.is_draining, true) {
             return;
         }
-        if self.is_accepting {
-            self.ring.stop_accepting();
-        } else {
-            self.listener = None;
-        }
+        self.stop_accepting();
         for client in self.downs.tokens() {
             self.with_session(turn, client, |session, hands| session.on_drain(hands));
         }
@@ -1067,11 +1007,7 @@ impl Core {
     fn stop(&mut self) {
         self.is_draining = true;
         self.is_stopping = true;
-        if self.is_accepting {
-            self.ring.stop_accepting();
-        } else {
-            self.listener = None;
-        }
+        self.stop_accepting();
         for token in self.downs.tokens() {
             self.kill(token);
         }

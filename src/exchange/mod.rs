@@ -50,6 +50,8 @@ const JOIN_BYTES_MAX: usize = 16 * 1024;
 const BROKEN_OFF_EVENT: &[u8] = b"\n\ndata: {\"error\":{\"message\":\"the worker broke off before the answer was complete\",\"type\":\"upstream_error\",\"param\":null,\"code\":\"worker_broke_off\"}}\n\n";
 /// Stands for a status where a worker broke off with the request in its hands.
 const BROKE_WITH_REQUEST: u16 = 1;
+/// How long a connection without a request stays while the router drains.
+const DRAIN_WAIT: std::time::Duration = std::time::Duration::from_secs(1);
 /// How long a client that has ended its direction may wait in silence before it is asked whether it is still there.
 const PROBE_AFTER_NS: u64 = 200_000_000;
 /// Room in front of the forwarded fields for request line, Host and Content-Length, besides the target's own length.
@@ -402,11 +404,11 @@ impl Session {
         self.next(world, keep);
     }
 
-    /// The router drains: an idle connection ends now, a busy one after its answer.
+    /// The router drains: a busy connection ends after its answer, an idle one in a moment. Its next request may be on its
+    /// way already (a client that has just connected sends one for certain), and then gets its answer.
     pub fn on_drain<W: World>(&mut self, world: &mut W) {
         if self.is_idle() && !self.finished {
-            self.finished = true;
-            world.finish();
+            self.await_request(world);
         }
     }
 
@@ -585,10 +587,7 @@ impl Session {
         let config = world.config();
         let wait = match (self.inbox.is_empty(), world.is_draining()) {
             (false, _) => config.header_read_timeout,
-            // A connection that was accepted just as the drain began.
-            (true, true) => config
-                .keepalive_timeout
-                .min(std::time::Duration::from_secs(1)),
+            (true, true) => config.keepalive_timeout.min(DRAIN_WAIT),
             (true, false) => config.keepalive_timeout,
         };
         let at = world.now_ns() + wait.as_nanos() as u64;

@@ -7,6 +7,7 @@
 //! ring's `sends` until the kernel is done with them).
 
 mod buffers;
+mod inherit;
 mod probe;
 mod socket;
 
@@ -21,10 +22,11 @@ use io_uring::types::{CancelBuilder, Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, cqueue, opcode, squeue};
 
 pub use buffers::Lease;
+pub use inherit::{Inherited, inherited};
 pub use probe::{Abilities, TaskRun, probe};
 pub use socket::{
-    eventfd, listeners, raise_descriptor_limit, reset_on_close, send_now, shutdown, shutdown_write,
-    signal,
+    adopt_listener, eventfd, has_pending, listen, listeners, raise_descriptor_limit, reset_on_close,
+    send_now, set_no_delay, shutdown, shutdown_write, signal,
 };
 
 /// One send hands over at most this much; the rest follows.
@@ -85,8 +87,9 @@ pub enum Received {
 pub enum Event {
     /// A client connected.
     Accepted(OwnedFd),
-    /// Accepting stopped (errno): arm it again, after a pause if descriptors ran out.
-    AcceptEnded(i32),
+    /// Accepting on the listener of this number stopped (errno; 0: it took one, or the kernel had enough): arm it again,
+    /// after a pause if descriptors ran out.
+    AcceptEnded { listener: u32, errno: i32 },
     /// A receive; `armed`: it goes on by itself.
     Received {
         token: Token,
@@ -209,17 +212,26 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Accepts on a listener until told otherwise.
-    pub fn accept(&mut self, listener: RawFd) {
+    /// Accepts on a listener until told otherwise. The number is the caller's name for it.
+    pub fn accept(&mut self, number: u32, listener: RawFd) {
         let entry = opcode::AcceptMulti::new(Fd(listener))
             .flags(libc::SOCK_CLOEXEC)
             .build();
-        self.push(entry.user_data((Kind::Accept as u64) << 56));
+        self.push(entry.user_data(accept_data(number)));
     }
 
-    /// Stops accepting.
-    pub fn stop_accepting(&mut self) {
-        self.cancel((Kind::Accept as u64) << 56);
+    /// Accepts one connection on a listener.
+    pub fn accept_one(&mut self, number: u32, listener: RawFd) {
+        let (address, length) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let entry = opcode::Accept::new(Fd(listener), address, length)
+            .flags(libc::SOCK_CLOEXEC)
+            .build();
+        self.push(entry.user_data(accept_data(number)));
+    }
+
+    /// Stops accepting on a listener.
+    pub fn stop_accepting(&mut self, number: u32) {
+        self.cancel(accept_data(number));
     }
 
     /// Receives on a connection until it ends, or [`Ring::stop_receiving`].
@@ -351,7 +363,7 @@ impl Ring {
             match (data >> 56) as u8 {
                 k if k == Kind::Receive as u8 => self.received(Token::unpack(data), result, flags),
                 k if k == Kind::Send as u8 => self.sent(data as u32, result),
-                k if k == Kind::Accept as u8 => self.accepted(result, flags),
+                k if k == Kind::Accept as u8 => self.accepted(data as u32, result, flags),
                 k if k == Kind::Connect as u8 => self.connected(data as u32, result),
                 k if k == Kind::Watch as u8 => {
                     let broken = result < 0 || result as i16 & (libc::POLLERR | libc::POLLHUP) != 0;
@@ -405,13 +417,15 @@ impl Ring {
         });
     }
 
-    fn accepted(&mut self, result: i32, flags: u32) {
+    fn accepted(&mut self, listener: u32, result: i32, flags: u32) {
         if result >= 0 {
             self.events
                 .push_back(Event::Accepted(socket::accepted(result)));
         }
         if !cqueue::more(flags) {
-            self.events.push_back(Event::AcceptEnded(-result.min(0)));
+            let errno = -result.min(0);
+            self.events
+                .push_back(Event::AcceptEnded { listener, errno });
         }
     }
 
@@ -451,6 +465,10 @@ impl Ring {
             }
         }
     }
+}
+
+fn accept_data(listener: u32) -> u64 {
+    (Kind::Accept as u64) << 56 | u64::from(listener)
 }
 
 /// A receive into one of the pool's buffers.

@@ -4,7 +4,7 @@ use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-use socket2::{Domain, Protocol, Socket, Type};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 /// Makes an eventfd, the doorbell wire of a core.
 ///
@@ -29,22 +29,35 @@ pub fn signal(fd: &OwnedFd) {
     let _ = unsafe { libc::write(fd.as_raw_fd(), (&raw const one).cast(), 8) };
 }
 
-/// Binds one listener a core on one address with SO_REUSEPORT. Port 0 takes a free one, the same for all.
+/// Binds one socket a core on one address with SO_REUSEPORT; [`listen`] makes them listen. Port 0 takes a free one, the
+/// same for all. `beside_others`: another process may listen there already.
 ///
 /// # Errors
-/// The address is taken (also by another process that set SO_REUSEPORT: two routers must not share a port unknowingly),
-/// or cannot be bound.
-pub fn listeners(address: SocketAddr, count: usize, backlog: i32) -> io::Result<Vec<TcpListener>> {
-    let first = bind(address, true, backlog)?;
+/// The address is taken (without `beside_others` also by a process that set SO_REUSEPORT: two routers must not share a
+/// port unknowingly), or cannot be bound.
+pub fn listeners(
+    address: SocketAddr,
+    count: usize,
+    beside_others: bool,
+) -> io::Result<Vec<TcpListener>> {
+    let first = bind(address, !beside_others)?;
     let address = first.local_addr()?;
     let mut all = vec![first];
     for _ in 1..count {
-        all.push(bind(address, false, backlog)?);
+        all.push(bind(address, false)?);
     }
     Ok(all)
 }
 
-fn bind(address: SocketAddr, probe: bool, backlog: i32) -> io::Result<TcpListener> {
+/// Makes a bound socket listen, with this many connections that may wait.
+///
+/// # Errors
+/// Another process took the address in between.
+pub fn listen(listener: &TcpListener, backlog: i32) -> io::Result<()> {
+    SockRef::from(listener).listen(backlog)
+}
+
+fn bind(address: SocketAddr, probe: bool) -> io::Result<TcpListener> {
     let make = |reuse_port: bool, address: SocketAddr| -> io::Result<Socket> {
         let socket = Socket::new(
             Domain::for_address(address),
@@ -66,8 +79,50 @@ fn bind(address: SocketAddr, probe: bool, backlog: i32) -> io::Result<TcpListene
     let socket = make(true, address)?;
     // Accepted connections inherit it (tcp(7)).
     socket.set_tcp_nodelay(true)?;
-    socket.listen(backlog)?;
     Ok(socket.into())
+}
+
+/// Makes a listener of a descriptor that another process opened, after a look at what it is.
+///
+/// # Errors
+/// In words: it is no TCP socket, or does not listen.
+pub fn adopt_listener(fd: OwnedFd) -> Result<TcpListener, String> {
+    let socket = Socket::from(fd);
+    let why = |e: io::Error| match e.raw_os_error() {
+        Some(libc::ENOTSOCK) => "it is no socket".to_owned(),
+        _ => e.to_string(),
+    };
+    if socket.r#type().map_err(why)? != Type::STREAM {
+        return Err("it is no stream socket".to_owned());
+    }
+    let domain = socket.domain().map_err(why)?;
+    if domain != Domain::IPV4 && domain != Domain::IPV6 {
+        return Err("it is neither an IPv4 nor an IPv6 socket".to_owned());
+    }
+    if socket.protocol().map_err(why)? != Some(Protocol::TCP) {
+        return Err("it is no TCP socket".to_owned());
+    }
+    if !socket.is_listener().map_err(why)? {
+        return Err("it is a TCP socket that does not listen".to_owned());
+    }
+    socket.set_tcp_nodelay(true).map_err(why)?;
+    Ok(socket.into())
+}
+
+/// Whether a connection waits to be accepted.
+pub fn has_pending(listener: &TcpListener) -> bool {
+    let mut wanted = libc::pollfd {
+        fd: listener.as_raw_fd(),
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    // SAFETY: one element of a local is read and written.
+    unsafe { libc::poll(&mut wanted, 1, 0) == 1 }
+}
+
+/// Sends what is small at once. A failure says that the connection is broken, which its first receive finds out.
+pub fn set_no_delay(connection: &OwnedFd) {
+    let _ = SockRef::from(connection).set_tcp_nodelay(true);
 }
 
 /// A socket for an upstream connection: close-on-exec, no delay, keep-alive probes.

@@ -1,0 +1,173 @@
+//! Accepting: a core's listeners, from the first arm to the last look when the router drains.
+//!
+//! A listener of the core's own (SO_REUSEPORT) is closed when the router drains, so what the kernel had accepted for it
+//! is taken first. An inherited one is shared with other cores and processes: its queue outlives this process and
+//! belongs to whoever accepts next.
+
+use std::net::TcpListener;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use super::*;
+
+/// A listener and what the kernel does with it.
+pub(super) struct Door {
+    listener: TcpListener,
+    /// The kernel accepts on it, or is being told to stop.
+    is_armed: bool,
+    /// Not armed before this time, ns.
+    again_ns: u64,
+}
+
+impl Door {
+    pub(super) fn new(listener: TcpListener) -> Door {
+        Door {
+            listener,
+            is_armed: false,
+            again_ns: 0,
+        }
+    }
+}
+
+impl Core {
+    /// Accepts on every listener that is not armed and may be.
+    pub(super) fn accept(&mut self, now_ns: u64) {
+        if self.is_draining {
+            return;
+        }
+        for number in 0..self.doors.len() {
+            let is_due = |door: &Door| !door.is_armed && now_ns >= door.again_ns;
+            if self.doors[number].as_ref().is_some_and(is_due) {
+                self.arm(number);
+            }
+        }
+    }
+
+    fn arm(&mut self, number: usize) {
+        let Some(door) = &mut self.doors[number] else {
+            return;
+        };
+        door.is_armed = true;
+        let fd = door.listener.as_raw_fd();
+        if self.are_doors_inherited {
+            // One at a time: a multishot accept keeps its place at the head of the socket's waiting line, so the first
+            // core would get every connection. One that is armed anew stands at the end, and cores take turns.
+            self.ring.accept_one(number as u32, fd);
+        } else {
+            self.ring.accept(number as u32, fd);
+        }
+    }
+
+    /// When the next listener is to be armed again, ns.
+    pub(super) fn accept_again_ns(&self) -> Option<u64> {
+        let paused = self.doors.iter().flatten().filter(|door| !door.is_armed);
+        paused.map(|door| door.again_ns).min()
+    }
+
+    pub(super) fn has_doors(&self) -> bool {
+        self.doors.iter().any(Option::is_some)
+    }
+
+    pub(super) fn accepted(&mut self, turn: Turn<'_>, fd: OwnedFd) {
+        self.stats().accepted.add(1);
+        if self.is_full() || self.is_stopping {
+            self.stats().closed.add(1);
+            self.complain(
+                "too many connections",
+                &io::Error::other("--max-connections"),
+            );
+            return; // Dropping it closes it.
+        }
+        if self.are_doors_inherited {
+            // What was queued before this process set the option on the listener has not inherited it.
+            crate::ring::set_no_delay(&fd);
+        }
+        let wire = Wire {
+            fd: Some(fd),
+            is_open: true,
+            ..Wire::default()
+        };
+        let client = self.downs.insert(Down::new(wire, Session::new()));
+        self.match_receive(client);
+        self.with_session(turn, client, |session, hands| session.begin(hands));
+    }
+
+    /// Whether the router has more connections than it may have, all cores together (this one is counted already).
+    fn is_full(&self) -> bool {
+        let open = |core: &CoreShared| {
+            core.stats
+                .accepted
+                .value()
+                .saturating_sub(core.stats.closed.value())
+        };
+        self.shared.cores.iter().map(open).sum::<u64>()
+            > self.config.connection_count_max as u64
+    }
+
+    pub(super) fn accept_ended(&mut self, turn: Turn<'_>, number: u32, errno: i32) {
+        let number = number as usize;
+        if let Some(door) = &mut self.doors[number] {
+            door.is_armed = false;
+        }
+        if self.is_draining {
+            return match self.are_doors_inherited {
+                true => self.leave(number, errno),
+                false => self.close(turn, number),
+            };
+        }
+        if errno == 0 {
+            return self.arm(number);
+        }
+        self.complain("accepting pauses", &io::Error::from_raw_os_error(errno));
+        if let Some(door) = &mut self.doors[number] {
+            door.again_ns = turn.now_ns + ACCEPT_PAUSE_NS;
+        }
+    }
+
+    /// Takes what the kernel had accepted for a listener of our own, then closes it at once: what comes in between is
+    /// reset (`net.ipv4.tcp_migrate_req` moves it to another listener of the port).
+    fn close(&mut self, turn: Turn<'_>, number: usize) {
+        let Some(door) = self.doors[number].take() else {
+            return;
+        };
+        if door.listener.set_nonblocking(true).is_err() {
+            return;
+        }
+        loop {
+            match door.listener.accept() {
+                Ok((stream, _)) => self.accepted(turn, stream.into()),
+                // One that its client has given up; others may wait behind it.
+                Err(e) if e.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(_) => return,
+            }
+        }
+    }
+
+    /// Leaves an inherited listener to those who share it. A new connection wakes one of all that wait at the socket; if
+    /// that was our accept and the stop came first, nobody else knows of the connection. So as long as one waits, we
+    /// take one, by an accept that does not stay. (Never with O_NONBLOCK: that flag is the socket's, not ours alone.)
+    fn leave(&mut self, number: usize, errno: i32) {
+        let may_have_missed = errno == libc::ECANCELED && !self.is_stopping;
+        let Some(door) = &mut self.doors[number] else {
+            return;
+        };
+        if !may_have_missed || !crate::ring::has_pending(&door.listener) {
+            self.doors[number] = None;
+            return;
+        }
+        door.is_armed = true;
+        self.ring
+            .accept_one(number as u32, door.listener.as_raw_fd());
+        self.ring.stop_accepting(number as u32);
+    }
+
+    /// Stops accepting, for good.
+    pub(super) fn stop_accepting(&mut self) {
+        for number in 0..self.doors.len() {
+            if self.doors[number].as_ref().is_some_and(|door| door.is_armed) {
+                self.ring.stop_accepting(number as u32);
+            } else {
+                self.doors[number] = None;
+            }
+        }
+    }
+}
