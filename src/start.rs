@@ -98,7 +98,10 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         config.drain_grace.get_or_insert(Duration::ZERO);
     }
     let metrics = control::MetricsListener {
-        listener: listeners.metrics.try_clone().map_err(bind(metrics_address))?,
+        listener: listeners
+            .metrics
+            .try_clone()
+            .map_err(bind(metrics_address))?,
         is_left_at_drain: config.reuse_port || listeners.is_metrics_inherited,
     };
 
@@ -232,7 +235,10 @@ fn await_workers(control: &Control) {
     while control.is_starting() {
         if Instant::now() >= end {
             let waited_secs = READY_WAIT.as_secs();
-            return tracing::warn!(waited_secs, "not all workers are ready: serving all the same");
+            return tracing::warn!(
+                waited_secs,
+                "not all workers are ready: serving all the same"
+            );
         }
         std::thread::sleep(READY_PAUSE);
     }

@@ -20,7 +20,7 @@ const CHAT: &str = "/v1/chat/completions";
 const STREAMS: usize = 50;
 const STREAM_EVENTS: usize = 20;
 const GAP: Duration = Duration::from_millis(40);
-/// Prints what the router would be started with, and becomes it: its inherited socket is our standard input.
+/// The shell becomes the router; the socket to inherit is the shell's standard input.
 const INHERIT: &str = "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" \"$@\" 3<&0 </dev/null";
 
 /// A router process that ends, by its id, with the test.
@@ -215,11 +215,7 @@ async fn worker() -> Worker {
 }
 
 /// Each router takes the place of the one before, in the midst of all; how many connections were reset.
-async fn take_turns(
-    address: SocketAddr,
-    first: Process,
-    mut next: impl FnMut() -> Process,
-) -> u64 {
+async fn take_turns(address: SocketAddr, first: Process, mut next: impl FnMut() -> Process) -> u64 {
     let seen = Arc::new(Seen::default());
     let mut clients = clients(address, &seen);
     let pause = Duration::from_millis(700);
@@ -290,7 +286,12 @@ async fn what_waits_while_no_router_runs_is_served_by_the_next() {
     let address = socket.local_addr().unwrap();
     let new = || {
         let socket = socket.try_clone().unwrap().into();
-        start(command(Some(socket), &[&worker], &["--prometheus-port", "0"])).0
+        start(command(
+            Some(socket),
+            &[&worker],
+            &["--prometheus-port", "0"],
+        ))
+        .0
     };
     let mut old = new();
     old.terminate();
@@ -333,12 +334,12 @@ async fn an_inherited_socket_is_shared_by_all_cores() {
         assert_eq!(answer.expect("an answer").status, 200);
     }
     let shares = context_switches(process.0.id());
-    println!("switches of the cores: {shares:?}");
-    let least = *shares.iter().min().unwrap();
-    assert!(shares.len() == 2 && least >= 200, "{shares:?}");
+    println!("switches of the cores' threads: {shares:?}");
+    assert!(shares[1] >= 100, "one core serves all: {shares:?}");
 }
 
-/// How often each core has slept; a core with a connection sleeps several times for each request.
+/// How often each thread of the cores (some are helpers of glommio, and idle) has slept, the most first; a core sleeps at
+/// least once for each request.
 fn context_switches(pid: u32) -> Vec<u64> {
     let mut found = Vec::new();
     for task in std::fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
@@ -353,6 +354,7 @@ fn context_switches(pid: u32) -> Vec<u64> {
             found.push(line.trim().parse().unwrap());
         }
     }
+    found.sort_by_key(|count| std::cmp::Reverse(*count));
     found
 }
 
@@ -371,7 +373,13 @@ async fn without_the_flag_a_second_router_on_a_port_is_refused() {
             "{text}"
         );
     }
-    let flags = ["--port", &port, "--prometheus-port", &metrics, "--reuse-port"];
+    let flags = [
+        "--port",
+        &port,
+        "--prometheus-port",
+        &metrics,
+        "--reuse-port",
+    ];
     assert_eq!(start(command(None, &[], &flags)).1, address);
 }
 

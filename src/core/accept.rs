@@ -163,7 +163,10 @@ impl Core {
     /// Stops accepting, for good.
     pub(super) fn stop_accepting(&mut self) {
         for number in 0..self.doors.len() {
-            if self.doors[number].as_ref().is_some_and(|door| door.is_armed) {
+            if self.doors[number]
+                .as_ref()
+                .is_some_and(|door| door.is_armed)
+            {
                 self.ring.stop_accepting(number as u32);
             } else {
                 self.doors[number] = None;

@@ -25,8 +25,8 @@ pub use buffers::Lease;
 pub use inherit::{Inherited, inherited};
 pub use probe::{Abilities, TaskRun, probe};
 pub use socket::{
-    adopt_listener, eventfd, has_pending, listen, listeners, raise_descriptor_limit, reset_on_close,
-    send_now, set_no_delay, shutdown, shutdown_write, signal,
+    adopt_listener, eventfd, has_pending, listen, listeners, raise_descriptor_limit,
+    reset_on_close, send_now, set_no_delay, shutdown, shutdown_write, signal,
 };
 
 /// One send hands over at most this much; the rest follows.
