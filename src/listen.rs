@@ -52,7 +52,7 @@ pub struct Listeners {
 
 impl Listeners {
     /// Takes the inherited sockets, and binds what was not among them: those for clients do not listen before
-    /// [`Listeners::listen`].
+    /// [`listen`].
     ///
     /// # Errors
     /// An address cannot be bound, or a descriptor is not a listening TCP socket; that one is named.
@@ -93,7 +93,8 @@ impl Listeners {
             }
             None => {
                 let own = bind(config.metrics_listen, 1)?.remove(0);
-                listen(&own, config.metrics_listen)?;
+                ring::listen(&own, BACKLOG)
+                    .map_err(|e| ListenError::Bind(config.metrics_listen, e))?;
                 own
             }
         };
@@ -104,32 +105,16 @@ impl Listeners {
             is_metrics_inherited,
         })
     }
-
-    /// Where clients connect to: the first of several addresses.
-    ///
-    /// # Errors
-    /// The kernel does not say.
-    pub fn address(&self) -> io::Result<SocketAddr> {
-        self.data[0][0].local_addr()
-    }
-
-    /// From here on clients can connect. Inherited sockets listen already.
-    ///
-    /// # Errors
-    /// Another process has taken the address since it was bound.
-    pub fn listen(&self, address: SocketAddr) -> Result<(), ListenError> {
-        if self.is_data_inherited {
-            return Ok(());
-        }
-        self.data
-            .iter()
-            .flatten()
-            .try_for_each(|own| listen(own, address))
-    }
 }
 
-fn listen(own: &TcpListener, address: SocketAddr) -> Result<(), ListenError> {
-    ring::listen(own, BACKLOG).map_err(|e| ListenError::Bind(address, e))
+/// From here on clients can connect to the sockets that were bound to this address.
+///
+/// # Errors
+/// Another process has taken the address since it was bound.
+pub fn listen(data: &[Vec<TcpListener>], address: SocketAddr) -> Result<(), ListenError> {
+    let mut own = data.iter().flatten();
+    own.try_for_each(|own| ring::listen(own, BACKLOG))
+        .map_err(|e| ListenError::Bind(address, e))
 }
 
 fn adopt(socket: Inherited) -> Result<TcpListener, ListenError> {

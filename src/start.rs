@@ -13,7 +13,7 @@ use crate::config::Config;
 use crate::control::{self, Control};
 use crate::core::{self, Seed};
 use crate::doctor;
-use crate::listen::{ListenError, Listeners};
+use crate::listen::{self, ListenError, Listeners};
 use crate::ring::{self, Inherited};
 use crate::shared::{CoreShared, Fleet, Shared, ToCore};
 
@@ -88,22 +88,24 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
     let cpus = cpus(config.core_count)?;
     let count = cpus.len();
     let bind = |address| move |e| ListenError::Bind(address, e);
-    let listeners = Listeners::open(&config, inherited, count)?;
-    let address = listeners.address().map_err(bind(config.listen))?;
-    let metrics_address = listeners.metrics.local_addr();
+    let Listeners {
+        data,
+        is_data_inherited,
+        metrics,
+        is_metrics_inherited,
+    } = Listeners::open(&config, inherited, count)?;
+    let address = data[0][0].local_addr().map_err(bind(config.listen))?;
+    let metrics_address = metrics.local_addr();
     let metrics_address = metrics_address.map_err(bind(config.metrics_listen))?;
-    let takes_over = config.reuse_port || listeners.is_data_inherited;
-    if listeners.is_data_inherited {
-        // Connections wait for the next router; asking there for readiness would not reach this one anyway.
+    let takes_over = config.reuse_port || is_data_inherited;
+    let metrics = control::MetricsListener {
+        listener: metrics,
+        is_left_at_drain: config.reuse_port || is_metrics_inherited,
+    };
+    if is_data_inherited {
+        // Connections wait for the next router; who asks for readiness there would not reach this one for certain.
         config.drain_grace.get_or_insert(Duration::ZERO);
     }
-    let metrics = control::MetricsListener {
-        listener: listeners
-            .metrics
-            .try_clone()
-            .map_err(bind(metrics_address))?,
-        is_left_at_drain: config.reuse_port || listeners.is_metrics_inherited,
-    };
 
     let machine = |e: std::io::Error| StartError::Machine(e.to_string());
     let domain = Arc::new(Domain::new(count));
@@ -146,12 +148,9 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
     if takes_over {
         await_workers(router.control());
     }
-    listeners.listen(address)?;
-    let Listeners {
-        data,
-        is_data_inherited: are_inherited,
-        ..
-    } = listeners;
+    if !is_data_inherited {
+        listen::listen(&data, address)?;
+    }
     let mut mail = mailboxes(count);
     for (index, ((listeners, shard), cpu)) in data.into_iter().zip(shards).zip(cpus).enumerate() {
         let (senders, receivers) = mail.remove(0);
@@ -159,7 +158,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
             index,
             cpu,
             listeners,
-            are_inherited,
+            are_inherited: is_data_inherited,
             shard,
             reader: domain.reader(index),
             senders,

@@ -1914,14 +1914,28 @@ fn a_silent_half_closed_client_is_asked_once_and_in_http_1_0_never() {
 }
 
 #[test]
-fn a_drain_ends_idle_clients_now_and_busy_ones_after_their_answer() {
+fn a_drain_ends_idle_clients_in_a_moment_and_busy_ones_after_their_answer() {
     let bench = Bench::new();
     let mut idle = bench.case(1, vec![chat_asked(0)]);
     idle.drain();
+    assert!(idle.is_open(), "a request may be on its way");
+    idle.deadline();
     assert_eq!(
         (idle.sim.closed, idle.sim.out.len()),
         (Some(Closed::Finished), 0)
     );
+
+    let mut late = bench.case(1, vec![chat_asked(0)]);
+    late.drain();
+    late.client_all();
+    late.deliver();
+    late.worker_says(&replies("0.1", false)[0], ALL);
+    let answers = late.answers();
+    assert_eq!(
+        (answers.len(), field(&answers[0].head, "connection")),
+        (1, vec!["close"])
+    );
+    assert_eq!(late.sim.closed, Some(Closed::Finished));
 
     let mut busy = bench.case(1, vec![chat_asked(0), chat_asked(1)]);
     busy.client_all();

@@ -247,6 +247,14 @@ fn subcommands_are_known_and_do_not_mix_with_flags() {
 }
 
 #[test]
+fn a_router_that_may_be_followed_on_its_port_has_no_grace_unless_it_is_told() {
+    let grace_secs = |flags: &[&str]| Config::for_tests(flags).drain_grace().as_secs();
+    assert_eq!(grace_secs(&[]), 1);
+    assert_eq!(grace_secs(&["--reuse-port"]), 0);
+    assert_eq!(grace_secs(&["--reuse-port", "--drain-grace-secs", "3"]), 3);
+}
+
+#[test]
 fn the_configuration_for_tests_binds_to_free_ports() {
     let config = Config::default_for_tests();
     assert_eq!(

@@ -35,11 +35,11 @@ pub(super) fn rig(workers: &[&FakeWorker], change: impl FnOnce(&mut Config)) -> 
         parts.publisher.take().unwrap(),
         parts.admin_rx.take().unwrap(),
     );
-    let metrics = MetricsListener {
+    let listener = MetricsListener {
         listener,
         is_left_at_drain: false,
     };
-    let control = start(parts.shared.clone(), publisher, admin_rx, Some(metrics)).unwrap();
+    let control = start(parts.shared.clone(), publisher, admin_rx, Some(listener)).unwrap();
     Rig {
         parts,
         control: Some(control),

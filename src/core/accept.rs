@@ -4,10 +4,13 @@
 //! is taken first. An inherited one is shared with other cores and processes: its queue outlives this process and
 //! belongs to whoever accepts next.
 
+use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use super::*;
+use super::{ACCEPT_PAUSE_NS, Core, Down, Turn, Wire};
+use crate::exchange::Session;
+use crate::shared::CoreShared;
 
 /// A listener and what the kernel does with it.
 pub(super) struct Door {
@@ -109,10 +112,12 @@ impl Core {
             door.is_armed = false;
         }
         if self.is_draining {
-            return match self.are_doors_inherited {
-                true => self.leave(number, errno),
-                false => self.close(turn, number),
-            };
+            if self.are_doors_inherited {
+                self.leave(number, errno);
+            } else {
+                self.close(turn, number);
+            }
+            return;
         }
         if errno == 0 {
             return self.arm(number);
