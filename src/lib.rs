@@ -38,7 +38,7 @@
 //! control -> config, shared        route -> shards                      http -> httparse
 //! ```
 //!
-//! `shared` is what both planes see; `config` is read by all.
+//! `shared` is what both planes see; `config` is read by all. `listen` and `notify` serve `start`, `main` and the drain.
 //!
 //! # Invariants
 //!

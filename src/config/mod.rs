@@ -173,7 +173,7 @@ pub struct Config {
     pub keepalive_timeout: Duration,
     /// A connection to a worker without use; zero: never reused.
     pub pool_idle_timeout: Duration,
-    /// Readiness 503 while still accepting, after the signal; `None`: see [`Config::drain_grace`].
+    /// Readiness 503 while still accepting, after the signal; `None`: see [`Config::drain_grace()`].
     pub drain_grace: Option<Duration>,
     /// Running requests, after the grace.
     pub drain_timeout: Duration,
