@@ -488,7 +488,7 @@ impl Control {
     /// router without workers is not starting: they are added later.
     pub fn is_starting(&self) -> bool {
         let registry = self.plane.registry();
-        let configured_count = self.plane.shared.config.workers.len();
+        let configured_count = self.plane.shared.config().workers.len();
         let mut entries = registry.workers().map(|(entry, _)| entry);
         let is_probing = entries.any(Entry::awaits_first_probe);
         let is_lacking = configured_count > 0 && !registry.missing_roles().is_empty();

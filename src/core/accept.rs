@@ -102,8 +102,7 @@ impl Core {
                 .value()
                 .saturating_sub(core.stats.closed.value())
         };
-        self.shared.cores.iter().map(open).sum::<u64>()
-            > self.config.connection_count_max as u64
+        self.shared.cores.iter().map(open).sum::<u64>() > self.config.connection_count_max as u64
     }
 
     pub(super) fn accept_ended(&mut self, turn: Turn<'_>, number: u32, errno: i32) {
