@@ -1,8 +1,11 @@
 //! The command line: vllm-router's flags with its names and defaults (0.1.17), and ours.
 //!
-//! Every flag that takes a value can also be set by environment as `CORELANE_<FLAG>`; the command line wins. Ranges
-//! of single values are checked here, so that the message names the flag; what concerns several flags is checked in
-//! [`super::Config::from_cli`]. Read once, by the main thread.
+//! Every flag that takes a value can also be set by environment as `CORELANE_<FLAG>`, or in the file of `--config`
+//! ([`super::Source`]); the command line wins over the environment, and that over the file. Ranges of single values are
+//! checked here, so that the message names the flag; what concerns several flags is checked in
+//! [`super::Config::from_cli`]. Read by the main thread at start, and by the control plane for a reload.
+
+use std::path::PathBuf;
 
 use clap::builder::{BoolishValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, value_parser};
@@ -12,7 +15,8 @@ use super::pd::Connector;
 use crate::route::PolicyKind;
 
 const AFTER_HELP: &str = "Every flag can also be set by environment: CORELANE_ and the flag's name in capitals, \
-for example CORELANE_PORT=8080 or CORELANE_WORKER_URLS=\"http://a:8000 http://b:8000\". The command line wins.\n\n\
+for example CORELANE_PORT=8080 or CORELANE_WORKER_URLS=\"http://a:8000 http://b:8000\"; or in the file of --config. \
+The command line wins, then the environment, then the file.\n\n\
 Example:\n  corelane --worker-urls http://10.0.0.1:8000 http://10.0.0.2:8000 --host 0.0.0.0";
 
 /// What was typed. Without a subcommand: serve.
@@ -51,6 +55,11 @@ pub enum Command {
 #[derive(Debug, Args)]
 #[allow(missing_docs, reason = "each field is the group it names")]
 pub struct ServeArgs {
+    /// TOML file with settings: its keys are the names of these flags (policy = "random", worker-urls = ["..."]). It is
+    /// read again on SIGHUP and POST /reload
+    #[arg(long, value_name = "FILE", help_heading = "Config file")]
+    #[arg(env = "CORELANE_CONFIG", hide_env = true)]
+    pub config: Option<PathBuf>,
     #[command(flatten)]
     pub listener: ListenerArgs,
     #[command(flatten)]
@@ -122,7 +131,7 @@ pub struct ListenerArgs {
     /// Bearer key sent to workers (probes, and requests of clients that bring none)
     #[arg(long, value_name = "KEY")]
     #[arg(value_parser = parse::secret)]
-    #[arg(env = "CORELANE_API_KEY", hide_env = true)]
+    #[arg(env = "CORELANE_API_KEY", hide_env = true, hide_env_values = true)]
     pub api_key: Option<super::Secret>,
     /// How long a connection to a worker is kept without use (0: never reused)
     #[arg(long, default_value_t = 2, value_name = "SECONDS")]

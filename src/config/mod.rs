@@ -1,10 +1,14 @@
-//! Configuration: flags and environment, parsed once by the main thread, then frozen and shared read-only.
+//! Configuration: flags, environment and a file, parsed by the main thread, then shared read-only. A reload makes another
+//! [`Config`] of the same sources; what it may not change is in `fixed`.
 //!
-//! `cli` is what may be typed; [`Config`] is what it means: plain data, times as `Duration`, sizes with their unit in
-//! the name. A value that cannot be is refused at start with the flag's name ([`ConfigError`], exit code 2).
+//! `cli` is what may be typed, `file` what may stand in the file; [`Config`] is what it means: plain data, times as
+//! `Duration`, sizes with their unit in the name. A value that cannot be is refused at start with the flag's name
+//! ([`ConfigError`], exit code 2).
 #![forbid(unsafe_code)]
 
 mod cli;
+mod file;
+mod fixed;
 mod machine;
 mod parse;
 mod pd;
@@ -22,6 +26,7 @@ pub use cli::{
     Cli, Command, HealthArgs, LimitArgs, ListenerArgs, MachineArgs, ObservabilityArgs, PdArgs,
     PolicyArgs, ReliabilityArgs, ServeArgs, StandingArgs,
 };
+pub use file::{Keys, LoadError, Loaded, Source};
 pub use machine::{Limit, connections_of, cpu_count, descriptor_limits, limit};
 pub use pd::{BOOTSTRAP_PORT, Connector, PdConfig, WorkerSpec};
 pub use standing::StandingConfig;
@@ -92,8 +97,8 @@ pub struct HealthConfig {
     pub endpoint: Arc<str>,
 }
 
-/// Least level that is logged.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Least level that is logged; the more is logged, the less it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[allow(missing_docs, reason = "each is the level it names")]
 pub enum LogLevel {
     Debug,
@@ -124,7 +129,7 @@ impl LogLevel {
     }
 }
 
-/// What the flags mean. Frozen at start.
+/// What the flags mean. Never changed: a reload makes another one.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Where clients connect to.
@@ -245,12 +250,14 @@ impl fmt::Display for ConfigError {
 impl std::error::Error for ConfigError {}
 
 impl Config {
-    /// Gives the flags their meaning, and checks what concerns several of them.
+    /// Gives the flags their meaning, and checks what concerns several of them. The file that `--config` may name is
+    /// not read: see [`Source::load`].
     ///
     /// # Errors
     /// The first flag whose value cannot be.
     pub fn from_cli(cli: Cli) -> Result<Config, ConfigError> {
         let ServeArgs {
+            config: _,
             listener,
             policy,
             pd,

@@ -1,0 +1,59 @@
+//! What is fixed at start: listeners, threads, buffers and tables are made from it once.
+
+use super::Config;
+
+impl Config {
+    /// Each flag whose meaning is fixed, and that meaning.
+    fn fixed(&self) -> [(&'static str, String); 15] {
+        let pd = self.pd.as_ref();
+        [
+            ("host", self.listen.ip().to_string()),
+            ("port", self.listen.port().to_string()),
+            ("prometheus-host", self.metrics_listen.ip().to_string()),
+            ("prometheus-port", self.metrics_listen.port().to_string()),
+            ("cores", self.core_count.to_string()),
+            ("recv-buffer-bytes", self.recv_buffer_bytes.to_string()),
+            ("recv-buffer-count", self.recv_buffer_count.to_string()),
+            (
+                "io-uring-without",
+                format!("{} {}", self.multishot_receive, self.deferred_task_run),
+            ),
+            (
+                "prefix-memory-bytes",
+                self.prefix_memory_bytes_max.to_string(),
+            ),
+            ("prefix-hash-seed", self.prefix_hash_seed.to_string()),
+            ("max-tree-size", self.tree_bytes_per_worker_max.to_string()),
+            (
+                "intra-node-data-parallel-size",
+                self.data_parallel_size.to_string(),
+            ),
+            ("vllm-pd-disaggregation", pd.is_some().to_string()),
+            // Without P/D these two mean nothing, whatever they say.
+            (
+                "kv-connector",
+                pd.map_or("", |pd| pd.connector.name()).to_owned(),
+            ),
+            (
+                "vllm-discovery-address",
+                pd.and_then(|pd| pd.discovery_address.clone())
+                    .unwrap_or_default(),
+            ),
+        ]
+    }
+
+    /// Flags that are fixed at start and mean something else in `other`.
+    pub fn fixed_differences(&self, other: &Config) -> Vec<&'static str> {
+        let pairs = self.fixed().into_iter().zip(other.fixed());
+        let different = pairs.filter(|((_, here), (_, there))| here != there);
+        different.map(|((flag, _), _)| flag).collect()
+    }
+
+    /// Takes over from the configuration that runs what the machine may say otherwise now, though nobody changed a flag:
+    /// where names point to, and which CPUs this process may use.
+    pub fn keep_fixed(&mut self, running: &Config) {
+        self.listen = running.listen;
+        self.metrics_listen = running.metrics_listen;
+        self.core_count = running.core_count;
+    }
+}
