@@ -1,4 +1,4 @@
-//! The binary: flags, configuration, start, wait for a signal, drain, exit code.
+//! The binary: flags, configuration, start, wait for a signal, reload or drain, exit code.
 
 use std::io;
 use std::process::ExitCode;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Parser;
-use corelane::config::{Cli, Command, Config, EXIT_USAGE};
+use corelane::config::{Cli, Command, Config, EXIT_USAGE, Loaded, LogLevel, Source};
 use corelane::demo::{DemoArgs, FleetView, Probe, WorkerView, router_flags};
 use corelane::ring::Inherited;
 use corelane::route::Reason;
@@ -17,7 +17,7 @@ fn main() -> ExitCode {
     let mut cli = Cli::parse();
     corelane::ring::raise_descriptor_limit();
     match cli.command.take() {
-        None => serve(cli),
+        None => serve(),
         Some(Command::Doctor) => doctor::run(),
         Some(Command::MockWorker(args)) => report(args.run()),
         Some(Command::Demo(args)) => demo(&args),
@@ -34,25 +34,37 @@ fn report(result: io::Result<()>) -> ExitCode {
     }
 }
 
-fn serve(cli: Cli) -> ExitCode {
+fn serve() -> ExitCode {
     // Before anything else is opened.
     let inherited = match corelane::ring::inherited() {
         Ok(inherited) => inherited,
         Err(e) => return report(Err(e)),
     };
-    let config = match Config::from_cli(cli) {
-        Ok(config) => config,
+    let source = match Source::new(std::env::args_os()) {
+        Ok(source) => source,
+        Err(e) => e.exit(),
+    };
+    let loaded = match source.load() {
+        Ok(loaded) => loaded,
         Err(e) => {
-            eprintln!("{e}");
+            eprintln!("error: {e}\n\nFor more information, try '--help'.");
             return ExitCode::from(EXIT_USAGE as u8);
         }
     };
-    log(config.log_level.name());
-    report(run(config, inherited))
+    let set_level = log(loaded.config.log_level);
+    report(run(source, loaded, inherited, set_level))
 }
 
-fn run(config: Config, inherited: Vec<Inherited>) -> io::Result<()> {
-    let router = start_on(config, inherited).map_err(io::Error::other)?;
+fn run(
+    source: Source,
+    loaded: Loaded,
+    inherited: Vec<Inherited>,
+    set_log_level: impl Fn(LogLevel) + Send + Sync + 'static,
+) -> io::Result<()> {
+    let router = start_on(loaded.config, inherited).map_err(io::Error::other)?;
+    router
+        .control()
+        .reload_from(source, loaded.keys, set_log_level);
     router.control().handle_signals()?;
     tracing::info!(
         address = %router.address,
@@ -65,14 +77,19 @@ fn run(config: Config, inherited: Vec<Inherited>) -> io::Result<()> {
     router.join().map_err(io::Error::other)
 }
 
-fn log(level: &str) {
+/// Logs from now on. What is given back sets another level.
+fn log(level: LogLevel) -> impl Fn(LogLevel) + Send + Sync + 'static {
     use std::io::IsTerminal;
-    tracing_subscriber::fmt()
-        .with_env_filter(level)
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(level.name())
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
         .with_target(false)
-        .init();
+        .with_filter_reloading();
+    let filter = builder.reload_handle();
+    builder.init();
+    // It fails only when there is no log any more.
+    move |level| drop(filter.reload(level.name()))
 }
 
 // ---- the demo ----

@@ -19,7 +19,7 @@ use tower::ServiceExt;
 
 use super::probe::Target;
 use super::registry::{AddError, Entry, Key, Rank, Registry};
-use super::{Plane, models, probe, reply};
+use super::{Plane, models, probe, reload as reloading, reply};
 use crate::config::{WorkerSpec, WorkerUrl};
 use crate::route::Role;
 use crate::shared::{AdminReply, AdminRequest, ToCore};
@@ -136,6 +136,7 @@ pub(super) fn router(plane: Arc<Plane>) -> Router {
         .route("/workers/{url}", get(worker).delete(delete_worker))
         .route("/get_loads", get(loads))
         .route("/flush_cache", post(flush_cache))
+        .route("/reload", post(reload))
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::disable())
@@ -726,4 +727,20 @@ async fn flush_cache(State(plane): Plain) -> Response {
         "workers_flushed": flushed_count,
     });
     reply::json(StatusCode::OK, &body)
+}
+
+/// Reads the config file again. Answered when the new configuration holds, or is refused.
+async fn reload(State(plane): Plain) -> Response {
+    match reloading::run(&plane).await {
+        Ok(report) => {
+            let body = json!({
+                "status": "ok",
+                "changed": report.changed,
+                "workers_added": report.added,
+                "workers_removed": report.removed,
+            });
+            reply::json(StatusCode::OK, &body)
+        }
+        Err(refusal) => reply::error(refusal.status, refusal.code, &refusal.message),
+    }
 }

@@ -1,6 +1,7 @@
 //! Ending well: readiness turns to 503, after the grace the cores stop accepting, running exchanges finish, bounded.
 //!
 //! The first signal drains, the second stops at once. The process ends when its cores have; who joins them is `main`.
+//! SIGHUP comes in here, too, and reloads.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -86,19 +87,21 @@ fn post_all(shared: &Shared, message: impl Fn() -> ToCore) {
     }
 }
 
-/// Turns SIGTERM and SIGINT into orders. The sender is weak, so that a dropped `Control` still ends the thread.
+/// Turns SIGTERM, SIGINT and SIGHUP into orders. The sender is weak, so that a dropped `Control` still ends the thread.
 pub(super) fn forward_signals(orders: mpsc::WeakUnboundedSender<Order>) -> std::io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut hang_up = signal(SignalKind::hangup())?;
     tokio::spawn(async move {
         loop {
-            let name = tokio::select! {
-                _ = terminate.recv() => "SIGTERM",
-                _ = interrupt.recv() => "SIGINT",
+            let (name, order) = tokio::select! {
+                _ = terminate.recv() => ("SIGTERM", Order::Drain),
+                _ = interrupt.recv() => ("SIGINT", Order::Drain),
+                _ = hang_up.recv() => ("SIGHUP", Order::Reload),
             };
             tracing::info!("{name} received");
             match orders.upgrade() {
-                Some(orders) => drop(orders.send(Order::Drain)),
+                Some(orders) => drop(orders.send(order)),
                 None => return,
             }
         }

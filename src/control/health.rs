@@ -91,14 +91,22 @@ pub struct Tracker {
 impl Tracker {
     /// For a worker never probed.
     pub fn new(config: &HealthConfig) -> Tracker {
-        Tracker {
-            failure_threshold: config.failure_threshold.max(1),
-            success_threshold: config.success_threshold.max(1),
+        let mut tracker = Tracker {
+            failure_threshold: 1,
+            success_threshold: 1,
             phase: Phase::Starting,
             failures: 0,
             successes: 0,
             was_gone: false,
-        }
+        };
+        tracker.configure(config);
+        tracker
+    }
+
+    /// Other thresholds, from the next probe on; what was counted stays.
+    pub fn configure(&mut self, config: &HealthConfig) {
+        self.failure_threshold = config.failure_threshold.max(1);
+        self.success_threshold = config.success_threshold.max(1);
     }
 
     /// Where it is.
@@ -242,6 +250,25 @@ mod tests {
             assert_eq!(run(&mut tracker(3, 2), pattern), wanted, "{pattern}");
         }
         assert_eq!(run(&mut tracker(1, 1), "+5+5"), "RURU");
+    }
+
+    /// What was counted before counts against the new thresholds.
+    #[test]
+    fn other_thresholds_hold_from_the_next_probe_on() {
+        let mut tracker = tracker(3, 2);
+        assert_eq!(run(&mut tracker, "+55"), "R..");
+        let health = Config::default_for_tests().health;
+        let configure = |tracker: &mut Tracker, failure_threshold, success_threshold| {
+            tracker.configure(&HealthConfig {
+                failure_threshold,
+                success_threshold,
+                ..health.clone()
+            });
+        };
+        configure(&mut tracker, 5, 4);
+        assert_eq!(run(&mut tracker, "555+++"), "..U...");
+        configure(&mut tracker, 5, 2);
+        assert_eq!(run(&mut tracker, "+"), "R");
     }
 
     #[test]

@@ -99,6 +99,7 @@ impl Collector for Scrape {
         self.workers(&mut out, &workers)?;
         self.times(&mut out)?;
         self.tree(&mut out)?;
+        self.reloads(&mut out)?;
         if self.0.shared.config().pd.is_some() {
             self.pd(&mut out)?;
             self.pd_workers(&mut out, &workers)?;
@@ -306,6 +307,22 @@ impl Scrape {
             "corelane_books_underflow",
             "Counts given back that were not taken; anything but 0 is a fault of the router",
             self.0.shared.books.underflow_count(),
+        )
+    }
+
+    fn reloads(&self, out: &mut Families) -> fmt::Result {
+        let counts = self.0.reload.counts();
+        out.counters(
+            "corelane_config_reloads",
+            "Times the config file was read again, by what came of it",
+            [("ok", counts.ok), ("refused", counts.refused)]
+                .into_iter()
+                .map(|(result, count)| ([("result", result.into())], count)),
+        )?;
+        out.gauge(
+            "corelane_config_last_reload_success",
+            "0: the last reload of the config file was refused and the old configuration holds; 1: it was not, or there was none",
+            u64::from(counts.is_last_ok),
         )
     }
 

@@ -3,7 +3,8 @@
 //! `registry` is the list of workers and writes the fleet; `watch` probes them (`health` judges, `probe` asks, `models`
 //! reads their lists, `ranks` their data-parallel ranks); `discovery` takes the registrations of engines (by `zmtp`), `mooncake` asks for
 //! their ids; `admin` answers the admin paths that cores hand over (`exchange::paths` says which); `metrics` serves
-//! Prometheus; `admission` tells when refused clients may come again; `drain` ends the process well. It talks to the cores by the published fleet and by their inboxes; a core
+//! Prometheus; `admission` tells when refused clients may come again; `drain` ends the process well; `reload` reads the
+//! config file again. It talks to the cores by the published fleet and by their inboxes; a core
 //! never waits for it. The registry's mutex is taken by this thread and by callers of [`Control`], never by a core.
 #![forbid(unsafe_code)]
 
@@ -18,13 +19,14 @@ mod mooncake;
 pub mod probe;
 mod ranks;
 mod registry;
+mod reload;
 mod reply;
 pub mod standing;
 mod totals;
 mod watch;
 mod zmtp;
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -32,7 +34,7 @@ use std::time::Duration;
 use shards::{Load, Publisher};
 use tokio::sync::{mpsc, watch as latest};
 
-use crate::config::{Config, WorkerSpec, WorkerUrl};
+use crate::config::{Config, Keys, LogLevel, Source, WorkerSpec, WorkerUrl};
 use crate::route::Role;
 use crate::shared::{AdminRequest, Fleet, Shared};
 use drain::Drain;
@@ -55,6 +57,9 @@ pub(crate) struct Plane {
     /// Sent to probe all workers now.
     probe_now: latest::Sender<u64>,
     discovery: discovery::Stats,
+    reload: reload::Reload,
+    /// Somebody says which workers are not ready.
+    is_reporting: AtomicBool,
 }
 
 impl Plane {
@@ -172,6 +177,7 @@ enum Order {
         std::sync::mpsc::SyncSender<Result<(), AddError>>,
     ),
     Drain,
+    Reload,
     Stop,
 }
 
@@ -238,6 +244,8 @@ pub fn start(
         changes: latest::channel(0).0,
         probe_now: latest::channel(0).0,
         discovery: discovery::Stats::default(),
+        reload: reload::Reload::default(),
+        is_reporting: AtomicBool::new(false),
     });
     let config = plane.shared.config();
     let discovery_text = config
@@ -333,6 +341,11 @@ async fn run(
             order = order_rx.recv() => match order {
                 None | Some(Order::Stop) => return,
                 Some(Order::Drain) => drain.signal(),
+                Some(Order::Reload) => {
+                    let plane = plane.clone();
+                    // What comes of it is in the log.
+                    tokio::spawn(async move { reload::run(&plane).await.is_ok() });
+                }
                 Some(Order::HandleSignals(done)) => {
                     let _ = done.send(drain::forward_signals(orders.clone()));
                 }
@@ -390,8 +403,8 @@ fn report_settings(config: &Config) {
 }
 
 impl Control {
-    /// From now on SIGTERM and SIGINT drain, and a second one stops at once. For the binary only: signals belong to the
-    /// process.
+    /// From now on SIGTERM and SIGINT drain, a second one stops at once, and SIGHUP reloads. For the binary only: signals
+    /// belong to the process.
     ///
     /// # Errors
     /// When the handlers cannot be installed.
@@ -401,6 +414,20 @@ impl Control {
         answer
             .recv()
             .unwrap_or_else(|_| Err(std::io::Error::other("the control thread has ended")))
+    }
+
+    /// From now on `source`, if it names a file, is read again on SIGHUP and `POST /reload`. `keys`: what the running
+    /// configuration was made of; `set_log_level` is called on the control thread when another level is wanted. To be
+    /// called once; a second call changes nothing.
+    pub fn reload_from(
+        &self,
+        source: Source,
+        keys: Keys,
+        set_log_level: impl Fn(LogLevel) + Send + Sync + 'static,
+    ) {
+        self.plane
+            .reload
+            .set_origin(source, keys, Box::new(set_log_level));
     }
 
     /// Where engines register themselves, if they may.

@@ -27,19 +27,21 @@ pub type EngineIds = BTreeMap<u32, Arc<str>>;
 pub(super) async fn run(plane: Arc<Plane>, key: Key) {
     let mut changes = plane.changes.subscribe();
     let (mut answered, mut pause) = (None, PAUSE_MIN);
-    let mut look_again = Instant::now() + plane.shared.config().health.interval;
+    let mut looked = Instant::now();
     loop {
         let Some(question) = plane.registry().question(key) else {
             return;
         };
         let Question { round, bootstrap } = question;
         if round.is_none() || round == answered {
+            // Read each time: a reload, which is announced as a change, may set another one.
+            let look_again = looked + plane.shared.config().health.interval;
             tokio::select! {
                 changed = changes.changed() => if changed.is_err() { return },
                 // A process that restarts between two probes is noticed here.
                 () = tokio::time::sleep_until(look_again) => {
                     answered = None;
-                    look_again = Instant::now() + plane.shared.config().health.interval;
+                    looked = Instant::now();
                 }
             }
             pause = PAUSE_MIN;

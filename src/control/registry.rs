@@ -1120,5 +1120,8 @@ fn log_verdict(entry: &Entry, verdict: Verdict, is_new_life: bool) {
     }
 }
 
+mod reload;
+pub use reload::Plan;
+
 #[cfg(test)]
 mod tests;

@@ -520,6 +520,23 @@ impl<K: Copy + PartialEq> Standings<K> {
         }
     }
 
+    /// Other settings from the next tick on. Who is out for a cause that is judged no more comes back, as after a trial.
+    pub fn configure(&mut self, config: StandingConfig, probe_interval: Duration) {
+        (self.config, self.probe_interval) = (config, probe_interval);
+        let now = self.judged.unwrap_or_default();
+        for worker in &mut self.workers {
+            let is_judged = match worker.why() {
+                None | Some(Why::Refused) => true,
+                Some(Why::Failing) => config.has_breaker,
+                Some(Why::Stalled) => !config.stall_window.is_zero(),
+                Some(Why::Degraded) => config.degraded_ratio > 0.0,
+            };
+            if !is_judged {
+                worker.come_back(now);
+            }
+        }
+    }
+
     /// How the worker stands since the last tick.
     pub fn standing(&self, key: K) -> Standing {
         self.workers

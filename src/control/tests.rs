@@ -440,6 +440,7 @@ fn paths_and_routes_agree() {
         "/add_worker",
         "/remove_worker",
         "/flush_cache",
+        "/reload",
         "/workers/x",
         "/workers",
     ] {

@@ -1,6 +1,7 @@
 //! One task a worker: probe, apply, pause. And the report of who is not ready after the start.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ahash::RandomState;
@@ -23,6 +24,7 @@ const REPORT_PAUSE_MAX: Duration = Duration::from_secs(600);
 /// Watches one registration until it is removed.
 pub(super) async fn run(plane: Arc<Plane>, key: Key, url: WorkerUrl) {
     let mut probe_now = plane.probe_now.subscribe();
+    let mut reloads = plane.reload.subscribe();
     let mut dice = Dice::new();
     let started = tokio::time::Instant::now();
     let (mut probe_count, mut is_first_regular) = (0_u32, true);
@@ -52,18 +54,23 @@ pub(super) async fn run(plane: Arc<Plane>, key: Key, url: WorkerUrl) {
             plane.remove(key);
             return;
         }
-        let pause = health::pause(
-            &plane.shared.config(),
-            applied.phase,
-            probe_count,
-            is_first_regular,
-            dice.roll(),
-        );
-        is_first_regular &= applied.phase == Phase::Starting;
-        tokio::select! {
-            () = tokio::time::sleep(pause) => {}
-            _ = probe_now.changed() => {}
+        let (probed, chance) = (tokio::time::Instant::now(), dice.roll());
+        loop {
+            let pause = health::pause(
+                &plane.shared.config(),
+                applied.phase,
+                probe_count,
+                is_first_regular,
+                chance,
+            );
+            tokio::select! {
+                () = tokio::time::sleep_until(probed + pause) => break,
+                _ = probe_now.changed() => break,
+                // The interval may be another one now: it counts from the last probe.
+                _ = reloads.changed() => {}
+            }
         }
+        is_first_regular &= applied.phase == Phase::Starting;
     }
 }
 
@@ -116,8 +123,17 @@ fn is_overdue(plane: &Plane, key: Key, waited: Duration) -> bool {
             .is_some_and(|entry| entry.was_added && !entry.has_lease())
 }
 
-/// Says once that the first worker is ready, and who is not; repeats it while some are missing.
+/// Says once that the first worker is ready, and who is not; repeats it while some are missing. One at a time: it speaks
+/// of all workers.
 pub(super) async fn report_start(plane: Arc<Plane>) {
+    // ORDERING: Relaxed; only tasks of this thread touch it.
+    if !plane.is_reporting.swap(true, Ordering::Relaxed) {
+        report(&plane).await;
+        plane.is_reporting.store(false, Ordering::Relaxed);
+    }
+}
+
+async fn report(plane: &Plane) {
     let total_count = plane.registry().entries().len();
     if total_count == 0 {
         match &plane.shared.config().pd {
@@ -132,8 +148,9 @@ pub(super) async fn report_start(plane: Arc<Plane>) {
         return;
     }
     let mut changes = plane.changes.subscribe();
-    let mut period = plane.shared.config().worker_startup_check_interval;
-    let first_look = period.min(Duration::from_secs(5));
+    let interval = || plane.shared.config().worker_startup_check_interval;
+    let first_look = interval().min(Duration::from_secs(5));
+    let mut stretch = 1;
     let _ = tokio::time::timeout(
         first_look,
         changes.wait_for(|_| plane.registry().obstacle().is_none()),
@@ -142,7 +159,7 @@ pub(super) async fn report_start(plane: Arc<Plane>) {
     // All probes have begun at once: give the others the moment that the first did not need.
     tokio::time::sleep(Duration::from_millis(200)).await;
     loop {
-        let (ready_count, missing) = missing(&plane);
+        let (ready_count, missing) = missing(plane);
         let obstacle = plane.registry().obstacle();
         if missing.is_empty() {
             match obstacle {
@@ -171,9 +188,10 @@ pub(super) async fn report_start(plane: Arc<Plane>) {
                 "serving, but these workers are not ready: {listed}"
             );
         }
-        tokio::time::sleep(period).await;
         // A worker that stays away for hours is worth a line now and then.
-        period = period.saturating_mul(2).min(REPORT_PAUSE_MAX.max(period));
+        let pause = interval().saturating_mul(stretch);
+        tokio::time::sleep(pause.min(REPORT_PAUSE_MAX.max(interval()))).await;
+        stretch = stretch.saturating_mul(2);
     }
 }
 

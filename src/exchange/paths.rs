@@ -18,7 +18,7 @@ pub fn is_admin_path(path: &str) -> bool {
     match path.as_bytes().get(1) {
         Some(b'v') => path == "/v1/models",
         Some(b'h') => matches!(path, "/health" | "/health_generate"),
-        Some(b'r') => matches!(path, "/readiness" | "/remove_worker"),
+        Some(b'r') => matches!(path, "/readiness" | "/remove_worker" | "/reload"),
         Some(b'l') => matches!(path, "/liveness" | "/list_workers"),
         Some(b'a') => path == "/add_worker",
         Some(b'w') => {
@@ -45,6 +45,7 @@ mod tests {
             "/v1/models",
             "/add_worker",
             "/remove_worker",
+            "/reload",
             "/list_workers",
             "/workers",
             "/workers/http%3A%2F%2Fa%3A8000",
@@ -72,6 +73,7 @@ mod tests {
             "/workers/",
             "/workersx",
             "/load",
+            "/reload_weights",
             "/tokenize",
             "/v1/completions?x=/health",
             "//health",

@@ -5,6 +5,7 @@
 pub mod line;
 pub mod naive;
 pub mod pd;
+pub mod process;
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};

@@ -4,6 +4,7 @@ use shards::LoadGuard;
 
 use super::super::testing::{Parts, Told, config, parts, pump};
 use super::*;
+use crate::config::Config;
 use crate::control::models;
 use crate::route::Role;
 
@@ -443,4 +444,92 @@ fn registrations_must_fit() {
     assert!(matches!(second, Registered::New(_)) && second != first);
     assert_eq!(rig.registry.entries().len(), 2);
     assert!(rig.registry.entry(configured).is_some());
+}
+
+fn listing(urls: &[&str]) -> Config {
+    Config {
+        workers: urls
+            .iter()
+            .map(|url| WorkerUrl::parse(url).unwrap().into())
+            .collect(),
+        ..config()
+    }
+}
+
+/// G4: removed is what the old list had brought, added what the new one newly lists; engines that registered themselves
+/// and workers of operators are let alone.
+#[test]
+fn a_plan_is_the_difference_of_two_lists() {
+    let mut rig = rig(1, 16);
+    let keys = ["http://a:1", "http://b:1"].map(|url| rig.add(url));
+    let by_operator = WorkerUrl::parse("http://c:1").unwrap();
+    let by_operator = rig.registry.add(by_operator, true).unwrap();
+    let registered = Registration {
+        role: Role::Regular,
+        url: WorkerUrl::parse("http://d:1").unwrap(),
+        peer_address: None,
+        transfer_mode: None,
+        tp_size: None,
+        dp_size: None,
+    };
+    rig.registry.register(registered, Instant::now()).unwrap();
+    let plan = |rig: &Rig, old: &[&str], new: &[&str]| {
+        let plan = rig.registry.plan(&listing(old), &listing(new)).unwrap();
+        let added: Vec<String> = plan.added.iter().map(|w| w.url.to_string()).collect();
+        (plan.removed, plan.adopted, added.join(" "))
+    };
+    let both = ["http://a:1", "http://b:1"];
+    assert_eq!(plan(&rig, &both, &both), (vec![], vec![], String::new()));
+    assert_eq!(
+        plan(
+            &rig,
+            &both,
+            &["http://b:1", "http://c:1", "http://d:1", "http://e:1"]
+        ),
+        (vec![keys[0]], vec![by_operator], "http://e:1".to_owned())
+    );
+    let never_ours = ["http://a:1", "http://b:1", "http://c:1", "http://d:1"];
+    assert_eq!(
+        plan(&rig, &never_ours, &both),
+        (vec![], vec![], String::new())
+    );
+    // Adopted, it is the list's.
+    rig.registry.adopt(by_operator);
+    assert_eq!(plan(&rig, &never_ours, &both).0, [by_operator]);
+    // Removed by an operator: only a list that names it newly brings it back.
+    rig.registry.remove(keys[1]);
+    assert_eq!(plan(&rig, &both, &both), (vec![], vec![], String::new()));
+    assert_eq!(plan(&rig, &both[..1], &both).2, "http://b:1");
+}
+
+#[test]
+fn a_plan_that_does_not_fit_is_refused() {
+    let mut rig = rig(1, 3);
+    let key = rig.add("http://a:1");
+    let guard = rig.guard(rig.id(key));
+    let mut other = listing(&["http://a:1"]);
+    other.workers[0].role = Role::Decode;
+    let refused = rig.registry.plan(&listing(&[]), &other).unwrap_err();
+    assert!(refused.contains("another regular worker"), "{refused}");
+    // As the old list's it would be replaced.
+    let old = listing(&["http://a:1"]);
+    let plan = rig.registry.plan(&old, &other).unwrap();
+    assert_eq!((plan.removed, plan.added.len()), (vec![key], 1));
+    // Three slots; one drains.
+    rig.registry.remove(key);
+    let urls = ["http://b:1", "http://c:1", "http://d:1"];
+    assert!(rig.registry.plan(&old, &listing(&urls[..2])).is_ok());
+    let refused = rig.registry.plan(&old, &listing(&urls)).unwrap_err();
+    assert!(refused.contains("have finished"), "{refused}");
+    drop(guard);
+    let many: Vec<String> = (1..=crate::config::WORKER_COUNT_MAX + 1)
+        .map(|port| format!("http://z:{port}"))
+        .collect();
+    let many: Vec<&str> = many.iter().map(String::as_str).collect();
+    assert!(
+        rig.registry
+            .plan(&old, &listing(&many))
+            .unwrap_err()
+            .contains("at most")
+    );
 }

@@ -284,6 +284,38 @@ fn without_the_breaker_failures_open_nothing() {
     assert!(feed.were_always_good());
 }
 
+/// A reload: a shorter time counts for who is out already, and a cause that is judged no more frees at once.
+#[test]
+fn other_settings_hold_from_the_next_tick_on() {
+    let mut feed = Feed::regular(4);
+    feed.fail(0, 10);
+    feed.fail(1, 10);
+    feed.run(10.0, |_| {});
+    assert_eq!(
+        (feed.why(0), feed.why(1)),
+        (Some(Why::Failing), Some(Why::Failing))
+    );
+    let shorter = StandingConfig {
+        breaker_timeout: secs(5.0),
+        failure_threshold: 3,
+        ..config()
+    };
+    feed.judge.configure(shorter, secs(10.0));
+    feed.tick();
+    assert!(matches!(feed.standing(0), Standing::Trial { .. }));
+    let off = StandingConfig {
+        has_breaker: false,
+        ..config()
+    };
+    feed.judge.configure(off, secs(10.0));
+    feed.tick();
+    assert!(feed.is_good(0) && feed.is_good(1));
+    feed.judge.configure(shorter, secs(10.0));
+    feed.fail(2, 3);
+    feed.tick();
+    assert_eq!(feed.why(2), Some(Why::Failing));
+}
+
 #[test]
 fn a_trial_that_ends_in_no_way_frees_its_seat() {
     let mut feed = Feed::regular(2);
