@@ -102,10 +102,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         listener: metrics,
         is_left_at_drain: config.reuse_port || is_metrics_inherited,
     };
-    if is_data_inherited {
-        // Connections wait for the next router; who asks for readiness there would not reach this one for certain.
-        config.drain_grace.get_or_insert(Duration::ZERO);
-    }
+    config.is_data_inherited = is_data_inherited;
 
     let machine = |e: std::io::Error| StartError::Machine(e.to_string());
     let domain = Arc::new(Domain::new(count));

@@ -4,13 +4,14 @@ use super::Config;
 
 impl Config {
     /// Each flag whose meaning is fixed, and that meaning.
-    fn fixed(&self) -> [(&'static str, String); 15] {
+    fn fixed(&self) -> [(&'static str, String); 16] {
         let pd = self.pd.as_ref();
         [
             ("host", self.listen.ip().to_string()),
             ("port", self.listen.port().to_string()),
             ("prometheus-host", self.metrics_listen.ip().to_string()),
             ("prometheus-port", self.metrics_listen.port().to_string()),
+            ("reuse-port", self.reuse_port.to_string()),
             ("cores", self.core_count.to_string()),
             ("recv-buffer-bytes", self.recv_buffer_bytes.to_string()),
             ("recv-buffer-count", self.recv_buffer_count.to_string()),
@@ -55,5 +56,6 @@ impl Config {
         self.listen = running.listen;
         self.metrics_listen = running.metrics_listen;
         self.core_count = running.core_count;
+        self.is_data_inherited = running.is_data_inherited;
     }
 }

@@ -138,6 +138,8 @@ pub struct Config {
     pub metrics_listen: SocketAddr,
     /// Another process may listen on both.
     pub reuse_port: bool,
+    /// The data listeners were inherited, so that a next router may accept on them. Found at start, no flag.
+    pub is_data_inherited: bool,
     /// Workers known from the start, no two the same.
     pub workers: Vec<WorkerSpec>,
     /// Data-parallel ranks of each of them, at least 1.
@@ -303,6 +305,7 @@ impl Config {
                 observability.prometheus_port,
             )?,
             reuse_port: listener.reuse_port,
+            is_data_inherited: false,
             workers,
             data_parallel_size: listener.intra_node_data_parallel_size,
             worker_startup_timeout: secs(listener.worker_startup_timeout_secs),
@@ -373,7 +376,7 @@ impl Config {
     /// How long readiness is 503 while the router still accepts, after the signal. Where a next router may listen on the
     /// same port, none by default: that one accepts, and readiness asked there is not ours to tell.
     pub fn drain_grace(&self) -> Duration {
-        let default = if self.reuse_port {
+        let default = if self.reuse_port || self.is_data_inherited {
             Duration::ZERO
         } else {
             DRAIN_GRACE
