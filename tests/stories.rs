@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use common::pd::Pools;
-use common::{Client, End, Reply, Worker, chat, failures, post, router, total, until};
+use common::{Client, End, Reply, Rng, Worker, chat, failures, post, router, seed, total, until};
 use common::{until_books_are_empty, until_within};
 use corelane::Router;
 
@@ -505,5 +505,49 @@ async fn a_client_that_reads_a_byte_now_and_then_holds_a_bounded_part_of_its_ans
     assert!(began.elapsed() < Duration::from_secs(2));
     assert_eq!(worker.in_flight(), 20, "what nobody takes is not fetched");
     drop(slow);
+    until_books_are_empty(&router).await;
+}
+
+/// Workers come, go and come back at any rate, down to none for a moment: nobody notices.
+#[tokio::test]
+async fn workers_that_come_and_go_under_load_cost_nobody_anything() {
+    let mut workers = Vec::new();
+    for _ in 0..6 {
+        let worker = Worker::start_with(false).await;
+        let count = AtomicUsize::new(0);
+        worker.script(move |_| match count.fetch_add(1, Ordering::SeqCst) % 3 {
+            0 => Reply::events(5, Duration::from_millis(4)),
+            _ => Reply::default(),
+        });
+        workers.push(worker);
+    }
+    let flags = ["--cores", "2", "--policy", "least_loaded"];
+    let router = router(&[&workers[0]], &flags).await;
+    let crowd = Crowd::ask(&router, 32, |answer| {
+        answer.status == 200 && answer.is_whole
+    });
+    let mut rng = Rng(seed());
+    let mut inside = vec![0];
+    for round in 0..150 {
+        let n = rng.below(6) as usize;
+        let url = workers[n].url();
+        if let Some(at) = inside.iter().position(|inside| *inside == n) {
+            // The last one is replaced by taking it out first: who comes meanwhile waits.
+            assert!(router.control().remove_worker(&url), "round {round}");
+            inside.remove(at);
+            if inside.is_empty() {
+                let next = (n + 1) % 6;
+                router.control().add_worker(&workers[next].url()).unwrap();
+                inside.push(next);
+            }
+        } else {
+            router.control().add_worker(&url).unwrap();
+            inside.push(n);
+        }
+        tokio::time::sleep(Duration::from_millis(rng.below(20))).await;
+    }
+    let all = crowd.answered();
+    until("they are served", || crowd.answered() > all + 500).await;
+    assert_eq!(crowd.stop().await, Vec::<String>::new());
     until_books_are_empty(&router).await;
 }
