@@ -38,7 +38,7 @@
 //! control -> config, shared        route -> shards                      http -> httparse
 //! ```
 //!
-//! `shared` is what both planes see; `config` is read by all. `listen` and `notify` serve `start`, `main` and the drain.
+//! `shared` is what both planes see; `config` is read by all; `access_log` is where cores put their lines. `listen` and `notify` serve `start`, `main` and the drain.
 //!
 //! # Invariants
 //!
@@ -48,6 +48,8 @@
 #![deny(missing_docs)]
 #![warn(clippy::dbg_macro, clippy::todo, clippy::unimplemented)]
 
+#[forbid(unsafe_code)]
+pub mod access_log;
 pub mod config;
 pub mod control;
 pub mod core;

@@ -14,6 +14,7 @@ use shards::{
     Books, Counter, Domain, Doorbell, Gate, Gauge, Histogram, Published, Slot, Tree, WorkerId,
 };
 
+use crate::access_log::AccessLog;
 use crate::config::Config;
 use crate::route::{Candidates, Reason, Role, Whole};
 
@@ -731,6 +732,8 @@ pub struct Shared {
     pub failure_bell: tokio::sync::Notify,
     /// Set with it when a worker could not be reached: it is probed at once.
     pub is_refused: AtomicBool,
+    /// A line for each request, if they are wanted.
+    pub access_log: Option<Arc<AccessLog>>,
     /// Set when draining began: new answers say `connection: close`.
     pub draining: AtomicBool,
 }

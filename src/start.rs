@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use shards::{Books, Domain, Gate, Lesson, Receiver, SLOT_COUNT_MAX, Sender, TreeLimits};
 
+use crate::access_log::{AccessLog, AccessWriter};
 use crate::config::Config;
 use crate::control::{self, Control};
 use crate::core::{self, Seed};
@@ -34,6 +35,8 @@ const READY_PAUSE: Duration = Duration::from_millis(2);
 pub enum StartError {
     /// It cannot listen.
     Listen(ListenError),
+    /// The access log cannot be written.
+    AccessLog(std::io::Error),
     /// The machine lacks something.
     Machine(String),
 }
@@ -42,6 +45,7 @@ impl fmt::Display for StartError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             StartError::Listen(e) => e.fmt(f),
+            StartError::AccessLog(e) => write!(f, "--access-log-file: {e}"),
             StartError::Machine(what) => write!(f, "{what} (see `corelane doctor`)"),
         }
     }
@@ -65,6 +69,8 @@ pub struct Router {
     pub shared: Arc<Shared>,
     control: Option<Control>,
     cores: Vec<JoinHandle<std::io::Result<()>>>,
+    /// Ends after the cores, with what they wrote last.
+    _access_writer: Option<AccessWriter>,
 }
 
 /// Starts a router. Returns when it listens and all threads run; workers become ready in their own time, except with
@@ -117,6 +123,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         .map(|_| CoreShared::new(SLOT_COUNT_MAX))
         .collect::<Result<_, _>>()
         .map_err(machine)?;
+    let access_log = access_log(&config).map_err(StartError::AccessLog)?;
     let shared = Arc::new(Shared {
         config: Arc::new(config).into(),
         // Lives as long as the process, so that a guard is a plain reference: no count that all cores would write.
@@ -130,6 +137,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         admin,
         failure_bell: Default::default(),
         is_refused: Default::default(),
+        access_log: access_log.as_ref().map(|(log, _)| log.clone()),
         draining: AtomicBool::new(false),
     });
     let control =
@@ -140,6 +148,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         shared: shared.clone(),
         control: Some(control),
         cores: Vec::new(),
+        _access_writer: access_log.map(|(_, writer)| writer),
     };
 
     if takes_over {
@@ -222,6 +231,16 @@ impl Drop for Router {
             control.join();
         }
     }
+}
+
+/// Starts the access log, if it is wanted.
+fn access_log(config: &Config) -> std::io::Result<Option<(Arc<AccessLog>, AccessWriter)>> {
+    let Some(format) = config.access_log else {
+        return Ok(None);
+    };
+    let log = Arc::new(AccessLog::new(format, config.access_log_lines_per_sec));
+    let writer = AccessWriter::start(log.clone(), config.access_log_file.clone())?;
+    Ok(Some((log, writer)))
 }
 
 /// Waits until every worker of the start has been probed and one of each needed role is ready: the router whose place

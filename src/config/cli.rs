@@ -581,6 +581,19 @@ pub struct ObservabilityArgs {
     #[arg(value_parser = PossibleValuesParser::new(["debug", "info", "warn", "warning", "error", "critical"]))]
     #[arg(env = "CORELANE_LOG_LEVEL", hide_env = true)]
     pub log_level: String,
+    /// Write a line for each request at its end: a JSON object, or key=value pairs. Without queries, fields and bodies
+    #[arg(long, value_name = "FORMAT")]
+    #[arg(value_parser = ["json", "text"])]
+    #[arg(env = "CORELANE_ACCESS_LOG", hide_env = true)]
+    pub access_log: Option<String>,
+    /// File that they are appended to; opened anew on SIGHUP (default: standard output)
+    #[arg(long, value_name = "FILE")]
+    #[arg(env = "CORELANE_ACCESS_LOG_FILE", hide_env = true)]
+    pub access_log_file: Option<std::path::PathBuf>,
+    /// Most lines a second; further ones are dropped, and counted in a line of their own (0: any number)
+    #[arg(long, default_value_t = 20_000, value_name = "COUNT")]
+    #[arg(env = "CORELANE_ACCESS_LOG_LINES_PER_SEC", hide_env = true)]
+    pub access_log_lines_per_sec: u64,
     /// Address of the Prometheus listener
     #[arg(
         long,

@@ -4,7 +4,7 @@ use super::Config;
 
 impl Config {
     /// Each flag whose meaning is fixed, and that meaning.
-    fn fixed(&self) -> [(&'static str, String); 16] {
+    fn fixed(&self) -> [(&'static str, String); 19] {
         let pd = self.pd.as_ref();
         [
             ("host", self.listen.ip().to_string()),
@@ -13,6 +13,12 @@ impl Config {
             ("prometheus-port", self.metrics_listen.port().to_string()),
             ("reuse-port", self.reuse_port.to_string()),
             ("cores", self.core_count.to_string()),
+            ("access-log", format!("{:?}", self.access_log)),
+            ("access-log-file", format!("{:?}", self.access_log_file)),
+            (
+                "access-log-lines-per-sec",
+                self.access_log_lines_per_sec.to_string(),
+            ),
             ("recv-buffer-bytes", self.recv_buffer_bytes.to_string()),
             ("recv-buffer-count", self.recv_buffer_count.to_string()),
             (

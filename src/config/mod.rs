@@ -32,6 +32,7 @@ pub use pd::{BOOTSTRAP_PORT, Connector, PdConfig, WorkerSpec};
 pub use standing::StandingConfig;
 pub use worker_url::{WorkerUrl, WorkerUrlError};
 
+use crate::access_log::Format;
 use crate::route::{Role, Settings};
 
 /// Most workers that can be registered at a time; half of the books' slots, so that as many old incarnations may drain.
@@ -215,6 +216,12 @@ pub struct Config {
 
     /// Least level that is logged.
     pub log_level: LogLevel,
+    /// Whether there is a line for each request, and how it looks.
+    pub access_log: Option<Format>,
+    /// Where; none: standard output.
+    pub access_log_file: Option<std::path::PathBuf>,
+    /// Most lines a second; 0: any number.
+    pub access_log_lines_per_sec: u64,
     /// Lower-case names of fields a request id is taken from, in order.
     pub request_id_headers: Vec<String>,
 
@@ -358,6 +365,12 @@ impl Config {
             relay_buffer_bytes: limits.relay_buffer_bytes as usize,
             admin_body_bytes_max: limits.admin_body_max_bytes as usize,
             log_level: LogLevel::parse(&observability.log_level),
+            access_log: observability.access_log.map(|name| match &*name {
+                "text" => Format::Text,
+                _ => Format::Json,
+            }),
+            access_log_file: observability.access_log_file,
+            access_log_lines_per_sec: observability.access_log_lines_per_sec,
             request_id_headers: header_names(&observability.request_id_headers)?,
             core_count: core_count(machine.cores)?,
             recv_buffer_bytes: machine.recv_buffer_bytes as usize,

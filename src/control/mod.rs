@@ -342,6 +342,9 @@ async fn run(
                 None | Some(Order::Stop) => return,
                 Some(Order::Drain) => drain.signal(),
                 Some(Order::Reload) => {
+                    if let Some(log) = &plane.shared.access_log {
+                        log.reopen();
+                    }
                     let plane = plane.clone();
                     // What comes of it is in the log.
                     tokio::spawn(async move { reload::run(&plane).await.is_ok() });

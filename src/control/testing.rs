@@ -80,6 +80,7 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
         admin,
         failure_bell: Default::default(),
         is_refused: Default::default(),
+        access_log: None,
         draining: AtomicBool::new(false),
     });
     Parts {

@@ -7,6 +7,7 @@ use shards::{LoadGuard, Permit, Pin, Slot};
 
 use super::Core;
 use super::table::{Up, Use, Wire};
+use crate::access_log::Entry;
 use crate::config::Config;
 use crate::exchange::{
     Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
@@ -627,6 +628,30 @@ impl World for Hands<'_, '_> {
     fn record_answer(&mut self, slot: Slot, wait_ns: u64, is_trial: bool) {
         let worker = &self.core.stats().workers[usize::from(slot.0)];
         worker.answers.record(wait_ns, is_trial);
+    }
+
+    fn is_logged(&self) -> bool {
+        self.core.shared.access_log.is_some()
+    }
+
+    fn log(&mut self, entry: Entry<'_>, worker: Option<Slot>, prefill_worker: Option<Slot>) {
+        let fleet = self.turn.fleet;
+        let url = |slot: Option<Slot>| Some(&*fleet.worker(slot?)?.url);
+        // Asked here, so that connections without a log cost no system call more.
+        let client = self
+            .wire()
+            .and_then(|wire| wire.fd.as_ref())
+            .and_then(|fd| socket2::SockRef::from(fd).peer_addr().ok())
+            .and_then(|address| address.as_socket());
+        let entry = Entry {
+            client,
+            worker: url(worker),
+            prefill_worker: url(prefill_worker),
+            ..entry
+        };
+        if let Some(log) = &self.core.shared.access_log {
+            log.add(&entry);
+        }
     }
 
     fn record(&mut self, record: Record) {

@@ -27,6 +27,7 @@ mod world;
 
 use shards::{LoadGuard, Permit, Slot};
 
+use crate::access_log::Entry;
 use crate::http::body::{self, Body, Framing};
 use crate::http::request::{self, Method, Request, Verdict};
 use crate::http::response::{self, Relay};
@@ -111,6 +112,8 @@ struct Exchange {
     body_bytes: u64,
     fields: Option<Fields>,
     request_id: Vec<u8>,
+    /// The model asked for, where requests are logged.
+    logged_model: Option<Box<str>>,
     /// The request runs (Q1).
     permit: Option<Permit>,
     /// It waits, or has waited, for its turn or a worker.
@@ -381,7 +384,7 @@ impl Session {
 
     /// The control plane has answered.
     pub fn on_admin_reply<W: World>(&mut self, world: &mut W, answer: &AdminReply) {
-        let Some(exchange) = self.exchange.take_if(|x| x.state == State::Admin) else {
+        let Some(mut exchange) = self.exchange.take_if(|x| x.state == State::Admin) else {
             return;
         };
         let keep = keeps_after_our_answer(&exchange, world);
@@ -400,6 +403,7 @@ impl Session {
             400..500 => Outcome::ClientError,
             _ => Outcome::WorkerError,
         };
+        exchange.status = answer.status;
         finish(exchange, world, outcome);
         self.next(world, keep);
     }
@@ -772,6 +776,7 @@ impl Session {
             body_bytes: 0,
             fields: None,
             request_id,
+            logged_model: None,
             permit: None,
             wait: None,
             seat: None,
@@ -940,6 +945,12 @@ impl Session {
 
     /// Chooses a worker, takes its count, and begins the leg.
     fn seat<W: World>(&mut self, world: &mut W) {
+        if world.is_logged()
+            && let Some(exchange) = self.exchange.as_mut()
+            && exchange.logged_model.is_none()
+        {
+            exchange.logged_model = model(exchange).map(|model| model.into());
+        }
         if !self.is_let_in(world) {
             return;
         }
@@ -1387,11 +1398,14 @@ impl Session {
     ) {
         let mut keep = false;
         let mut is_head = false;
-        if let Some(exchange) = self.exchange.take() {
+        if let Some(mut exchange) = self.exchange.take() {
+            exchange.status = refusal.status;
             end_leg(&exchange, world, false);
             keep = may_keep && keeps_after_our_answer(&exchange, world);
             is_head = exchange.request.method == Method::Head;
             finish(exchange, world, outcome);
+        } else if world.is_logged() {
+            log_unread(world, refusal.status);
         }
         world.send(refusal.write(keep, is_head));
         self.next(world, keep);
@@ -1894,6 +1908,51 @@ fn end_leg<W: World>(exchange: &Exchange, world: &mut W, keep: bool) {
     }
 }
 
+/// The access log's line of a request.
+fn log<W: World>(exchange: &Exchange, world: &mut W, outcome: Outcome) {
+    let since = |from: u64, to: u64| to.saturating_sub(from);
+    let entry = Entry {
+        client: None,
+        method: exchange.request.method.as_str(),
+        target: &exchange.request.target,
+        status: exchange.status,
+        outcome: outcome.label(),
+        request_id: &exchange.request_id,
+        model: exchange.logged_model.as_deref(),
+        worker: None,
+        prefill_worker: None,
+        retries: exchange.retries,
+        request_bytes: exchange.body_bytes,
+        wait_ns: since(exchange.complete_ns, exchange.served_ns),
+        first_byte_ns: since(exchange.complete_ns, exchange.first_byte_ns),
+        duration_ns: since(exchange.began_ns, world.now_ns()),
+    };
+    let worker = exchange.sent.then_some(exchange.slot);
+    let holder = exchange.pd.as_ref().and_then(|pd| pd.holder);
+    world.log(entry, worker, holder.map(|holder| holder.slot));
+}
+
+/// The same of one whose head could not be read.
+fn log_unread<W: World>(world: &mut W, status: u16) {
+    let entry = Entry {
+        client: None,
+        method: "",
+        target: b"",
+        status,
+        outcome: Outcome::Refused.label(),
+        request_id: b"",
+        model: None,
+        worker: None,
+        prefill_worker: None,
+        retries: 0,
+        request_bytes: 0,
+        wait_ns: 0,
+        first_byte_ns: 0,
+        duration_ns: 0,
+    };
+    world.log(entry, None, None);
+}
+
 /// Records the end of an exchange; dropping it gives the count back (E1).
 fn finish<W: World>(mut exchange: Box<Exchange>, world: &mut W, outcome: Outcome) {
     if exchange.route != Route::Admin {
@@ -1903,6 +1962,9 @@ fn finish<W: World>(mut exchange: Box<Exchange>, world: &mut W, outcome: Outcome
             duration_ns: world.now_ns().saturating_sub(exchange.began_ns),
             first_byte_ns: exchange.first_byte_ns.saturating_sub(exchange.complete_ns),
         });
+    }
+    if world.is_logged() {
+        log(&exchange, world, outcome);
     }
     if !pd::is_orphan(&exchange) {
         // Before somebody is let in for them.

@@ -4,6 +4,7 @@
 use shards::{LoadGuard, Permit, Slot, WorkerId};
 
 use super::{Entrance, Session};
+use crate::access_log::Entry;
 use crate::config::Config;
 use crate::route::{Fields, Role, Whole};
 use crate::shared::{AdminRequest, Outcome, Route, Worker};
@@ -229,6 +230,10 @@ pub trait World {
     fn record_piece(&mut self, slot: Slot, gap_ns: u64);
     /// A good answer in one piece came to its end; its first byte had been waited for so long, ns.
     fn record_answer(&mut self, slot: Slot, wait_ns: u64, is_trial: bool);
+    /// Whether requests are logged.
+    fn is_logged(&self) -> bool;
+    /// Logs a request; its workers and its client are filled in.
+    fn log(&mut self, entry: Entry<'_>, worker: Option<Slot>, prefill_worker: Option<Slot>);
     /// An exchange is over.
     fn record(&mut self, record: Record);
 }

@@ -23,6 +23,25 @@ impl World {
         })
     }
 
+    /// The same, with one that runs.
+    fn with_one_running() -> (Arc<World>, Permit) {
+        let world = World::new();
+        match world.gate.enter(LIMIT, 2) {
+            Entry::Admitted(permit) => (world, permit),
+            _ => panic!("nobody is there"),
+        }
+    }
+
+    /// And one that waits on core 0, under this ticket.
+    fn with_one_waiting() -> (Arc<World>, Permit, u64) {
+        let (world, permit) = World::with_one_running();
+        let Entry::Queued(ticket) = world.gate.enter(LIMIT, 2) else {
+            panic!("there is no room");
+        };
+        world.gate.show(0, Some(ticket));
+        (world, permit, ticket)
+    }
+
     fn pass_on(&self) {
         while let Some(core) = self.gate.pass_on(LIMIT) {
             self.told[core].fetch_add(1, Ordering::Relaxed);
@@ -74,10 +93,7 @@ impl World {
 #[test]
 fn one_leaves_as_another_comes() {
     model(|| {
-        let world = World::new();
-        let Entry::Admitted(permit) = world.gate.enter(LIMIT, 2) else {
-            panic!("nobody is there");
-        };
+        let (world, permit) = World::with_one_running();
         let other = world.clone();
         let thread = thread::spawn(move || other.come(1));
         world.leave(permit);
@@ -101,10 +117,7 @@ fn two_come_at_once() {
 #[test]
 fn two_come_as_one_leaves() {
     model(|| {
-        let world = World::new();
-        let Entry::Admitted(permit) = world.gate.enter(LIMIT, 2) else {
-            panic!("nobody is there");
-        };
+        let (world, permit) = World::with_one_running();
         let other = world.clone();
         let thread = thread::spawn(move || other.come(1));
         let last = world.clone();
@@ -120,14 +133,7 @@ fn two_come_as_one_leaves() {
 #[test]
 fn one_gives_up_as_another_leaves() {
     model(|| {
-        let world = World::new();
-        let Entry::Admitted(permit) = world.gate.enter(LIMIT, 2) else {
-            panic!("nobody is there");
-        };
-        let Entry::Queued(ticket) = world.gate.enter(LIMIT, 2) else {
-            panic!("there is no room");
-        };
-        world.gate.show(0, Some(ticket));
+        let (world, permit, ticket) = World::with_one_waiting();
         let other = world.clone();
         let thread = thread::spawn(move || other.leave(permit));
         if world.gate.replace_head(0, ticket, None) {
@@ -152,14 +158,7 @@ fn one_gives_up_as_another_leaves() {
 #[test]
 fn one_comes_as_a_claim_fails() {
     model_up_to(3, || {
-        let world = World::new();
-        let Entry::Admitted(permit) = world.gate.enter(LIMIT, 2) else {
-            panic!("nobody is there");
-        };
-        let Entry::Queued(ticket) = world.gate.enter(LIMIT, 2) else {
-            panic!("there is no room");
-        };
-        world.gate.show(0, Some(ticket));
+        let (world, permit, ticket) = World::with_one_waiting();
         let last = world.clone();
         let leaver = thread::spawn(move || last.leave(permit));
         let other = world.clone();
