@@ -11,7 +11,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use ahash::AHashMap;
 use crossbeam::queue::SegQueue;
 use shards::{
-    Books, Counter, Domain, Doorbell, Gate, Gauge, Histogram, Published, Slot, Tree, WorkerId,
+    Addresses, Books, Counter, Domain, Doorbell, Gate, Gauge, Histogram, Published, Slot, Tree,
+    WorkerId,
 };
 
 use crate::access_log::AccessLog;
@@ -714,6 +715,10 @@ pub struct Shared {
     pub config: std::sync::Mutex<Arc<Config>>,
     /// The books. Leaked once: they live as long as the process, and guards stay plain references.
     pub books: &'static Books,
+    /// Client connections by address.
+    pub addresses: Addresses,
+    /// For these: seeded anew in each process.
+    pub address_hasher: ahash::RandomState,
     /// Who may use workers. Leaked once, as the books are.
     pub gate: &'static Gate,
     /// When a refused client may come again, in seconds, at least 1: written by the control thread.

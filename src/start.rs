@@ -129,6 +129,8 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         // Lives as long as the process, so that a guard is a plain reference: no count that all cores would write.
         books: Box::leak(Box::new(Books::new(SLOT_COUNT_MAX))),
         gate: Box::leak(Box::new(Gate::new(count))),
+        addresses: Default::default(),
+        address_hasher: ahash::RandomState::new(),
         retry_after_secs: AtomicU32::new(1),
         tree,
         domain: domain.clone(),

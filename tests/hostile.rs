@@ -1164,3 +1164,33 @@ async fn a_worker_that_cannot_be_connected_to_in_time_is_passed_over_for_another
     assert!(failures(&router, &walled.url) >= 1);
     until_books_are_empty(&router).await;
 }
+
+#[tokio::test]
+async fn one_address_has_so_many_connections_and_gets_its_places_back() {
+    let worker = Worker::start().await;
+    let flags = ["--max-connections-per-address", "6", "--cores", "2"];
+    let router = router(&[&worker], &flags).await;
+    for round in 0..3 {
+        let mut clients = Vec::new();
+        for _ in 0..6 {
+            let mut client = Client::open(router.address).await;
+            let answer = client.post(CHAT, &chat("x")).await;
+            assert_eq!(answer.expect("an answer").status, 200, "round {round}");
+            clients.push(client);
+        }
+        for _ in 0..4 {
+            let mut client = Client::open(router.address).await;
+            assert!(
+                client.answer(false).await.is_none(),
+                "one more than it may have"
+            );
+        }
+        drop(clients);
+        until("they are closed", || {
+            total(&router, |stats| {
+                stats.accepted.value() - stats.closed.value()
+            }) == 0
+        })
+        .await;
+    }
+}

@@ -11,6 +11,7 @@ compile_error!(
 
 #[cfg(all(loom, test))]
 mod models {
+    mod addresses_keep_their_limit;
     mod canary;
     mod doorbell_loses_no_wake_up;
     mod epoch_frees_nothing_in_use;

@@ -3,6 +3,7 @@
 //!
 //! | module | what | who writes | who reads |
 //! |---|---|---|---|
+//! | `addresses` | connections by address | any core | any core |
 //! | `ids` | slots, workers, prefix hashes | | |
 //! | `load` | in-flight counts, owned by [`LoadGuard`]s | any core | any core |
 //! | `gate` | who runs, who waits, and who is next | any core; each core its head | any core |
@@ -26,6 +27,7 @@
 //! | `Books::underflow_count` | any guard | gauges | R | B2 | `guard_ends_once` |
 //! | `Claim::phase` | the guards of one count | the same | activate R, then L/A; release AR | B1, B6 | `guard_ends_once` |
 //! | the `Arc` of a claim | the guards of one count | | the Arc's own | B1 | `guard_ends_once` |
+//! | `Addresses::rows` | any core | any core | R | A1, A2 | `addresses_keep_their_limit` |
 //! | `Gate::word`, `tickets` | any core | any core, gauges | R | G1, G2, G4 | `gate_lets_in_the_next` |
 //! | `Gate::heads` | own core; claimed by any | any core | R with SeqCst fences | G1, G3 | `gate_lets_in_the_next` |
 //! | `Domain::global` | owners of bins | readers | add L; load R, then fence SeqCst | E1 | `epoch_frees_nothing_in_use` |
@@ -44,6 +46,7 @@
 //! | bitmap words | own shard | any core | R | H1 | `find_under_set_replacement` |
 #![deny(missing_docs)]
 
+mod addresses;
 mod counters;
 mod doorbell;
 mod epoch;
@@ -57,6 +60,7 @@ mod sync;
 mod testing;
 mod tree;
 
+pub use addresses::{Addresses, Counted};
 pub use counters::{Counter, Gauge, Histogram, HistogramSnapshot};
 pub use doorbell::Doorbell;
 pub use epoch::{Bin, Domain, Pin, Reader};

@@ -549,6 +549,12 @@ pub struct LimitArgs {
         allow_negative_numbers = true
     )]
     pub max_connections: u32,
+    /// Client connections of one address (IPv6: of one /64), all cores together; further ones are closed at once
+    /// (0: any number)
+    #[arg(long, default_value_t = 0, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(..=1_000_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_MAX_CONNECTIONS_PER_ADDRESS", hide_env = true)]
+    pub max_connections_per_address: u32,
     /// Largest head of a request or an answer
     #[arg(long, default_value_t = 65_536, value_name = "BYTES")]
     #[arg(value_parser = value_parser!(u32).range(1024..=16_777_216), allow_negative_numbers = true)]

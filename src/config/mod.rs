@@ -205,6 +205,8 @@ pub struct Config {
     pub no_worker_wait: Duration,
     /// Client connections, all cores together.
     pub connection_count_max: usize,
+    /// Client connections of one address; 0: any number.
+    pub address_connection_count_max: u32,
     /// Largest head.
     pub header_bytes_max: usize,
     /// Most fields in a head.
@@ -360,6 +362,7 @@ impl Config {
                 0 => machine::connection_count_max(),
                 count => count as usize,
             },
+            address_connection_count_max: limits.max_connections_per_address,
             header_bytes_max: limits.header_size_max_bytes as usize,
             header_count_max: usize::from(limits.header_count_max),
             relay_buffer_bytes: limits.relay_buffer_bytes as usize,
@@ -442,6 +445,10 @@ impl Config {
                 count(self.worker_request_count_max).into(),
             ),
             ("no_worker_wait_ms", wait_ms.into()),
+            (
+                "max_connections_per_address",
+                self.address_connection_count_max.into(),
+            ),
         ]
         .into_iter()
         .map(|(name, value): (&str, serde_json::Value)| (name.to_owned(), value))

@@ -80,6 +80,8 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
         admin,
         failure_bell: Default::default(),
         is_refused: Default::default(),
+        addresses: Default::default(),
+        address_hasher: Default::default(),
         access_log: None,
         draining: AtomicBool::new(false),
     });

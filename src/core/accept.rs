@@ -5,8 +5,11 @@
 //! belongs to whoever accepts next.
 
 use std::io;
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener};
 use std::os::fd::{AsRawFd, OwnedFd};
+
+use shards::Counted;
+use socket2::SockRef;
 
 use super::{ACCEPT_PAUSE_NS, Core, Down, Turn, Wire};
 use crate::exchange::Session;
@@ -80,6 +83,14 @@ impl Core {
             );
             return; // Dropping it closes it.
         }
+        let Ok(counted) = self.count_address(&fd) else {
+            self.stats().closed.add(1);
+            self.complain(
+                "too many connections of one address",
+                &io::Error::other("--max-connections-per-address"),
+            );
+            return;
+        };
         if self.are_doors_inherited {
             // What was queued before this process set the option on the listener has not inherited it.
             crate::ring::set_no_delay(&fd);
@@ -89,9 +100,34 @@ impl Core {
             is_open: true,
             ..Wire::default()
         };
-        let client = self.downs.insert(Down::new(wire, Session::new()));
+        let mut down = Down::new(wire, Session::new());
+        down.counted = counted;
+        let client = self.downs.insert(down);
         self.match_receive(client);
         self.with_session(turn, client, |session, hands| session.begin(hands));
+    }
+
+    /// Counts a connection of its address, if those are limited. An error: it has as many as it may.
+    fn count_address(&self, fd: &OwnedFd) -> Result<Option<Counted>, ()> {
+        let limit = self.config.address_connection_count_max;
+        if limit == 0 {
+            return Ok(None);
+        }
+        // One that has gone already has no address any more; its end is the next that is heard of it.
+        let peer = SockRef::from(fd).peer_addr().ok();
+        let Some(peer) = peer.and_then(|peer| peer.as_socket()) else {
+            return Ok(None);
+        };
+        let owner = match peer.ip().to_canonical() {
+            IpAddr::V4(address) => u128::from(address.to_bits()),
+            // Whoever has one address of a /64 has them all.
+            IpAddr::V6(address) => address.to_bits() >> 64 << 64,
+        };
+        let hash = self.shared.address_hasher.hash_one(owner);
+        match self.shared.addresses.enter(hash, limit) {
+            Some(place) => Ok(Some(place)),
+            None => Err(()),
+        }
     }
 
     /// Whether the router has more connections than it may have, all cores together (this one is counted already).

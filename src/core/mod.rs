@@ -983,11 +983,12 @@ impl Core {
         if is_upstream(token) {
             self.ups.remove(token);
             self.stats().upstream_closed.add(1);
-        } else if self
-            .downs
-            .remove(token)
-            .is_some_and(|down| down.wire.fd.is_some())
+        } else if let Some(down) = self.downs.remove(token)
+            && down.wire.fd.is_some()
         {
+            if let Some(counted) = down.counted {
+                self.shared.addresses.leave(counted);
+            }
             self.stats().closed.add(1);
         }
     }

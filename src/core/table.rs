@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 
-use shards::Slot;
+use shards::{Counted, Slot};
 
 use crate::exchange::Session;
 use crate::ring::Token;
@@ -87,6 +87,8 @@ pub struct Down {
     pub timer_ns: u64,
     /// Close once the queue is empty.
     pub is_finishing: bool,
+    /// Where it counts among its address's connections.
+    pub counted: Option<Counted>,
     /// Our direction has been ended; what still comes is read and dropped.
     pub is_lingering: bool,
 }
@@ -101,6 +103,7 @@ impl Down {
             deadline_ns: u64::MAX,
             timer_ns: u64::MAX,
             is_finishing: false,
+            counted: None,
             is_lingering: false,
         }
     }
