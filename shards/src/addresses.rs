@@ -2,14 +2,15 @@
 //!
 //! An address has a cell in each of two rows, by two hashes; both count its connections, and those of whoever shares the
 //! cell. The lesser of the two is its count, or more. Invariants:
-//! - A1 no address has more than the limit: one is let in only if a cell held less, and a cell holds at least the
-//!   address's own count. Both cells are counted before the look, so that of two at once one sees the other.
+//! - A1 no address has more than the limit. Each counts itself in both cells, fence, looks, and is let in if a cell holds
+//!   no more than the limit. Of those that are in, the one whose fence was last saw all others in both cells; a look at
+//!   what the counting itself returned would not do: of two at once each may be first in one row.
 //! - A2 who leaves takes away what was counted for it, once.
 //!
 //! An address is refused too early only if others share both of its cells: of 10,000 addresses, about one in fifty has such
 //! company. Hashes are seeded, so that nobody can choose whose cells to fill.
 
-use crate::sync::{AtomicU32, Ordering};
+use crate::sync::{AtomicU32, Ordering, fence};
 
 #[cfg(not(loom))]
 const CELLS_PER_ROW: usize = 1 << 16;
@@ -44,11 +45,15 @@ impl Addresses {
     /// Counts a connection of the address with this hash. `None`: it has `limit` already.
     pub fn enter(&self, hash: u64, limit: u32) -> Option<Counted> {
         let place = Counted([hash as u16, (hash >> 32) as u16]);
-        // ORDERING: Relaxed; each cell is its own sum, and the step itself is the look (A1).
-        let counts = self
-            .cells(&place)
-            .map(|cell| cell.fetch_add(1, Ordering::Relaxed));
-        if counts.iter().any(|count| *count < limit) {
+        for cell in self.cells(&place) {
+            // ORDERING: Relaxed; each cell is its own sum, the fence orders the sums before the look.
+            cell.fetch_add(1, Ordering::Relaxed);
+        }
+        // ORDERING: SeqCst fence, its partner is itself on another core (A1).
+        fence(Ordering::SeqCst);
+        // ORDERING: Relaxed; as above.
+        let counts = self.cells(&place).map(|cell| cell.load(Ordering::Relaxed));
+        if counts.iter().any(|count| *count <= limit) {
             return Some(place);
         }
         self.leave(place);

@@ -27,7 +27,7 @@
 //! | `Books::underflow_count` | any guard | gauges | R | B2 | `guard_ends_once` |
 //! | `Claim::phase` | the guards of one count | the same | activate R, then L/A; release AR | B1, B6 | `guard_ends_once` |
 //! | the `Arc` of a claim | the guards of one count | | the Arc's own | B1 | `guard_ends_once` |
-//! | `Addresses::rows` | any core | any core | R | A1, A2 | `addresses_keep_their_limit` |
+//! | `Addresses::rows` | any core | any core | R with a SeqCst fence | A1, A2 | `addresses_keep_their_limit` |
 //! | `Gate::word`, `tickets` | any core | any core, gauges | R | G1, G2, G4 | `gate_lets_in_the_next` |
 //! | `Gate::heads` | own core; claimed by any | any core | R with SeqCst fences | G1, G3 | `gate_lets_in_the_next` |
 //! | `Domain::global` | owners of bins | readers | add L; load R, then fence SeqCst | E1 | `epoch_frees_nothing_in_use` |

@@ -1,4 +1,5 @@
-//! A1: of connections of one address that come at once, no more than the limit are let in.
+//! A1: of connections of one address that come at once, no more than the limit are let in (of two for the last place
+//! perhaps neither).
 
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
