@@ -12,7 +12,7 @@ mod admin;
 mod admission;
 mod discovery;
 mod drain;
-mod health;
+pub mod health;
 mod metrics;
 mod models;
 mod mooncake;

@@ -14,6 +14,7 @@ pub struct RetryBudget {
 }
 
 impl RetryBudget {
+    /// A few are there from the start. `ratio`: what each leg adds.
     pub fn new(ratio: f64) -> RetryBudget {
         RetryBudget {
             left: FLOOR_COUNT,

@@ -12,7 +12,7 @@
 //! - **C4** The pin of a turn is taken after the sleep and dropped before the next one: a sleeping core holds nothing back.
 
 mod accept;
-mod budget;
+pub mod budget;
 mod hands;
 mod line;
 mod shelf;
