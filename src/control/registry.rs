@@ -992,6 +992,7 @@ impl Registry {
             answer_ns: sum(|stats| &stats.answers.ns),
             answer_log: sum(|stats| &stats.answers.log),
             answer_log_square: sum(|stats| &stats.answers.log_square),
+            busy: sum(|stats| &stats.busy),
             in_flight: load.in_flight,
             waiting: load.waiting,
             waiting_bytes: load.waiting_bytes,

@@ -81,6 +81,8 @@ pub struct Observation {
     pub answer_log: u64,
     /// Sum of their squares.
     pub answer_log_square: u64,
+    /// 429 and 503 answers. They say nothing but that it is not silent.
+    pub busy: u64,
     /// Requests sent and not ended.
     pub in_flight: u32,
     /// Of these, before their first byte.

@@ -197,7 +197,8 @@ impl Rhythm {
             self.bytes = seen.waiting_bytes;
             return true;
         }
-        if seen.in_flight == 0 {
+        // Who says that it has no room is not silent, though nothing is done.
+        if seen.in_flight == 0 || seen.busy > before.busy {
             self.interrupt();
             return false;
         }

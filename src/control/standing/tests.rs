@@ -46,6 +46,7 @@ impl Feed {
             answer_ns: 0,
             answer_log: 0,
             answer_log_square: 0,
+            busy: 0,
             in_flight: 0,
             waiting: 0,
             waiting_bytes: 0,
@@ -764,6 +765,27 @@ fn a_pool_of_one_is_never_stalled_nor_one_request_alone() {
         (1..3).for_each(|key| feed.stream(key, 8, 100))
     });
     assert!(feed.were_always_good());
+}
+
+#[test]
+fn a_worker_that_says_it_has_no_room_is_not_silent() {
+    let mut feed = Feed::regular(4);
+    feed.run(60.0, |feed| (0..4).for_each(|key| feed.serve(key, 5, 3)));
+    // Decode seats that wait for their prefill legs, and end in a 503 each: J2.
+    feed.run(30.0, |feed| {
+        (1..4).for_each(|key| feed.serve(key, 5, 3));
+        let seen = feed.of(0);
+        seen.chosen += 5;
+        seen.busy += 5;
+        (seen.in_flight, seen.waiting) = (3, 3);
+    });
+    assert!(feed.were_always_good());
+    // The same without a word is a stall.
+    feed.seconds_until_out(0, 5.0, |feed| {
+        (1..4).for_each(|key| feed.serve(key, 5, 3));
+        (feed.of(0).in_flight, feed.of(0).waiting) = (3, 3);
+    });
+    assert_eq!(feed.why(0), Some(Why::Stalled));
 }
 
 #[test]
