@@ -325,6 +325,10 @@ impl Speed {
 
         let is_enough = seen.active() >= config.degraded_requests_min;
         self.below = match self.ratio {
+            // While all are silent (J3), how many streams each has says more of the ratio than how it works.
+            Some(ratio) if ratio < config.degraded_ratio && is_enough && !pool.has_progress => {
+                self.below
+            }
             Some(ratio) if ratio < config.degraded_ratio && is_enough => self.below + dt,
             _ => Duration::ZERO,
         };
@@ -358,6 +362,8 @@ pub struct Pool {
     /// Of workers that are busy; sorted.
     silences: Vec<Duration>,
     since_progress: Option<Duration>,
+    /// Anybody made progress in this tick.
+    has_progress: bool,
     busy: f64,
     progress: f64,
     progress_count: u64,
@@ -393,6 +399,7 @@ impl Pool {
         }
         self.done.request_seconds += rhythm.tick.request_seconds;
         self.done.progress += rhythm.tick.progress;
+        self.has_progress |= rhythm.tick.progress > 0.0;
         let since = rhythm.since_progress;
         self.since_progress = Some(self.since_progress.map_or(since, |least| least.min(since)));
         self.busy += rhythm.busy;

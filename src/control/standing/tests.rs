@@ -768,6 +768,17 @@ fn a_pool_of_one_is_never_stalled_nor_one_request_alone() {
 }
 
 #[test]
+fn a_pool_that_is_silent_as_a_whole_degrades_nobody_with_more_streams() {
+    let mut feed = Feed::regular(4);
+    feed.run(20.0, |feed| (0..4).for_each(|key| feed.stream(key, 1, 10)));
+    feed.run(8.0, |feed| {
+        feed.stream(0, 8, 0);
+        (1..4).for_each(|key| feed.stream(key, 1, 0));
+    });
+    assert!(feed.were_always_good());
+}
+
+#[test]
 fn a_worker_that_says_it_has_no_room_is_not_silent() {
     let mut feed = Feed::regular(4);
     feed.run(60.0, |feed| (0..4).for_each(|key| feed.serve(key, 5, 3)));
