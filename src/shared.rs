@@ -464,7 +464,8 @@ pub struct AnswerStats {
 }
 
 impl AnswerStats {
-    fn new() -> AnswerStats {
+    /// Nothing yet.
+    pub fn new() -> AnswerStats {
         AnswerStats {
             count: Counter::new(),
             ns: Counter::new(),

@@ -1225,6 +1225,10 @@ impl Session {
             return;
         };
         sign(exchange, world, Sign::Failed);
+        // As one that broke off within its head: nothing of it has gone to the client.
+        if self.retry(world, BROKE_WITH_REQUEST) {
+            return;
+        }
         self.fail(
             world,
             &Refusal::new(502, "bad_answer", "the worker's answer was malformed"),

@@ -12,6 +12,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use corelane::access_log::Entry;
 use corelane::config::Config;
 use corelane::control::health::{Failure, Tracker, Verdict};
 use corelane::control::standing::{Observation, Standing, Standings, Why};
@@ -20,7 +21,9 @@ use corelane::exchange::{
     Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
 };
 use corelane::route::{self, Batches, KeySeed, PolicyKind, Role, TreePrefixes, Turn};
-use corelane::shared::{AdminRequest, Exceptions, Fleet, Outcome, Route, Trial, Worker};
+use corelane::shared::{
+    AdminRequest, AnswerStats, Exceptions, Fleet, Outcome, Route, Trial, Worker,
+};
 use shards::{
     Books, Domain, Entry, Gate, LoadGuard, Permit, PrefixHash, Reader, Shard, Slot, Tree,
     TreeLimits, WorkerId,
@@ -294,6 +297,7 @@ pub struct Core {
     fleet: Rc<Fleet>,
     standings: Standings<WorkerId>,
     counts: Vec<Counts>,
+    answers: Vec<AnswerStats>,
     bell_ns: u64,
     is_belled: bool,
     is_refused: bool,
@@ -729,6 +733,15 @@ impl World for Hands<'_> {
     fn record_added(&mut self, _: u64) {}
     fn record_piece(&mut self, slot: Slot, _: u64) {
         self.core.counts[slot.index()].pieces += 1;
+    }
+    fn record_answer(&mut self, slot: Slot, wait_ns: u64, is_trial: bool) {
+        self.core.answers[slot.index()].record(wait_ns, is_trial);
+    }
+    fn is_logged(&self) -> bool {
+        false
+    }
+    fn log(&mut self, _: Entry<'_>, _: Option<Slot>, _: Option<Slot>) {
+        panic!("nothing is logged");
     }
     fn record(&mut self, record: Record) {
         self.core

@@ -128,6 +128,7 @@ impl Sim {
             fleet: Rc::default(),
             standings: Standings::new(config.standing, config.health.interval),
             counts: vec![Counts::default(); SLOT_COUNT],
+            answers: (0..SLOT_COUNT).map(|_| AnswerStats::new()).collect(),
             bell_ns: 0,
             is_belled: false,
             is_refused: false,
@@ -468,7 +469,16 @@ impl Sim {
                 core.books.load(worker.id.slot),
                 core.counts[worker.id.slot.index()],
             );
+            let answers = &core.answers[worker.id.slot.index()];
             let seen = Observation {
+                models: 0,
+                trial_answers: answers.trial_count.value(),
+                trial_answer_log: answers.trial_log.value(),
+                answers: answers.count.value(),
+                answer_ns: answers.ns.value(),
+                answer_log: answers.log.value(),
+                answer_log_square: answers.log_square.value(),
+                fresh_bytes: 0,
                 role: worker.role,
                 is_ready: worker.is_ready,
                 probes_good: worker.probes_good,
