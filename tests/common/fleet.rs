@@ -12,7 +12,6 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use corelane::access_log::Entry;
 use corelane::config::Config;
 use corelane::control::health::{Failure, Tracker, Verdict};
 use corelane::control::standing::{Observation, Standing, Standings, Why};
@@ -740,7 +739,7 @@ impl World for Hands<'_> {
     fn is_logged(&self) -> bool {
         false
     }
-    fn log(&mut self, _: Entry<'_>, _: Option<Slot>, _: Option<Slot>) {
+    fn log(&mut self, _: corelane::access_log::Entry<'_>, _: Option<Slot>, _: Option<Slot>) {
         panic!("nothing is logged");
     }
     fn record(&mut self, record: Record) {
