@@ -10,6 +10,7 @@
 //!    a gap in a fresh buffer: the request as it will go on.
 //! 3. **endpoint** [`exchange::endpoint`] says how it is treated: inference (body read whole), ours (handed over to
 //!    [`control`] whole), anything else (passed through).
+//!    Here it is refused, too, if it lacks a key that it needs ([`access`], `exchange::entry`): before any of its body is read.
 //! 4. **body** It is put behind the fields in the same buffer. Nothing is re-serialised: the worker gets the client's bytes.
 //! 5. **scan** One pass over the JSON finds the fields that matter and refuses what is no JSON ([`route::scan`]).
 //! 6. **gate** While fewer than `--max-concurrent-requests` run, all cores together, the request is let in; else it waits
@@ -36,6 +37,7 @@
 //! ```text
 //! main -> core, control, demo      core -> ring, exchange, upstream     exchange -> http, route
 //! control -> config, shared        route -> shards                      http -> httparse
+//! access: who may ask for what; named by config, exchange and control
 //! ```
 //!
 //! `shared` is what both planes see; `config` is read by all; `access_log` is where cores put their lines. `listen` and `notify` serve `start`, `main` and the drain.
@@ -48,6 +50,7 @@
 #![deny(missing_docs)]
 #![warn(clippy::dbg_macro, clippy::todo, clippy::unimplemented)]
 
+pub mod access;
 #[forbid(unsafe_code)]
 pub mod access_log;
 pub mod config;

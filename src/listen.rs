@@ -13,6 +13,8 @@ use crate::ring::{self, Inherited};
 const BACKLOG: i32 = 4096;
 /// Name of the inherited descriptor that Prometheus is served on.
 const METRICS_NAME: &str = "metrics";
+/// Name of the one that the admin paths are served on.
+const ADMIN_NAME: &str = "admin";
 
 /// Why the router cannot listen.
 #[derive(Debug)]
@@ -48,6 +50,10 @@ pub struct Listeners {
     pub metrics: TcpListener,
     /// That one was inherited.
     pub is_metrics_inherited: bool,
+    /// For the admin paths, if they have one of their own; it listens.
+    pub admin: Option<TcpListener>,
+    /// That one was inherited.
+    pub is_admin_inherited: bool,
 }
 
 impl Listeners {
@@ -61,17 +67,13 @@ impl Listeners {
         inherited: Vec<Inherited>,
         core_count: usize,
     ) -> Result<Listeners, ListenError> {
-        let (metrics, data): (Vec<_>, Vec<_>) = inherited
-            .into_iter()
-            .partition(|socket| socket.name == METRICS_NAME);
-        if metrics.len() > 1 {
-            let text = format!("more than one descriptor is named '{METRICS_NAME}'");
-            return Err(ListenError::Inherited(text));
-        }
+        let mut data = inherited;
+        let metrics = take_one(&mut data, METRICS_NAME)?;
+        let admin = take_one(&mut data, ADMIN_NAME)?;
         let data = data.into_iter().map(adopt).collect::<Result<Vec<_>, _>>()?;
-        let metrics = metrics.into_iter().map(adopt).next().transpose()?;
         let is_data_inherited = !data.is_empty();
         let is_metrics_inherited = metrics.is_some();
+        let is_admin_inherited = admin.is_some();
         let bind = |address, count| {
             ring::listeners(address, count, config.reuse_port)
                 .map_err(|e| ListenError::Bind(address, e))
@@ -83,26 +85,38 @@ impl Listeners {
             let own = bind(config.listen, core_count)?;
             own.into_iter().map(|listener| vec![listener]).collect()
         };
-        let metrics = match metrics {
-            Some(metrics) => {
-                report(
-                    std::slice::from_ref(&metrics),
-                    "--prometheus-host and --prometheus-port",
-                );
-                metrics
+        let side = |found: Option<TcpListener>, ignored, address| match found {
+            Some(found) => {
+                report(std::slice::from_ref(&found), ignored);
+                Ok(found)
             }
             None => {
-                let own = bind(config.metrics_listen, 1)?.remove(0);
-                ring::listen(&own, BACKLOG)
-                    .map_err(|e| ListenError::Bind(config.metrics_listen, e))?;
-                own
+                let own = bind(address, 1)?.remove(0);
+                ring::listen(&own, BACKLOG).map_err(|e| ListenError::Bind(address, e))?;
+                Ok(own)
             }
+        };
+        let metrics = side(
+            metrics,
+            "--prometheus-host and --prometheus-port",
+            config.metrics_listen,
+        )?;
+        let admin = match (admin, config.admin_listen) {
+            (None, None) => None,
+            // With a socket there is no address to bind.
+            (found, address) => Some(side(
+                found,
+                "--admin-host and --admin-port",
+                address.unwrap_or(config.metrics_listen),
+            )?),
         };
         Ok(Listeners {
             data,
             is_data_inherited,
             metrics,
             is_metrics_inherited,
+            admin,
+            is_admin_inherited,
         })
     }
 }
@@ -115,6 +129,18 @@ pub fn listen(data: &[Vec<TcpListener>], address: SocketAddr) -> Result<(), List
     let mut own = data.iter().flatten();
     own.try_for_each(|own| ring::listen(own, BACKLOG))
         .map_err(|e| ListenError::Bind(address, e))
+}
+
+/// Takes the one of this name out, if there is one.
+fn take_one(sockets: &mut Vec<Inherited>, name: &str) -> Result<Option<TcpListener>, ListenError> {
+    let mut found = sockets.extract_if(.., |socket| socket.name == name);
+    let (first, second) = (found.next(), found.next());
+    if second.is_some() {
+        let text = format!("more than one descriptor is named '{name}'");
+        return Err(ListenError::Inherited(text));
+    }
+    drop(found);
+    first.map(adopt).transpose()
 }
 
 fn adopt(socket: Inherited) -> Result<TcpListener, ListenError> {

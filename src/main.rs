@@ -69,6 +69,7 @@ fn run(
     tracing::info!(
         address = %router.address,
         metrics = %router.metrics_address,
+        admin = router.admin_address.map(tracing::field::display),
         cores = router.shared.cores.len(),
         policy = router.shared.config().settings.policy.name(),
         "listening"

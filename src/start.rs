@@ -1,7 +1,7 @@
 //! From a configuration to a running router: listeners, books, shards, cores, control thread.
 
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::thread::JoinHandle;
@@ -11,7 +11,7 @@ use shards::{Books, Domain, Gate, Lesson, Receiver, SLOT_COUNT_MAX, Sender, Tree
 
 use crate::access_log::{AccessLog, AccessWriter};
 use crate::config::Config;
-use crate::control::{self, Control};
+use crate::control::{self, Control, SideListener, SideListeners};
 use crate::core::{self, Seed};
 use crate::doctor;
 use crate::listen::{self, ListenError, Listeners};
@@ -65,6 +65,8 @@ pub struct Router {
     pub address: SocketAddr,
     /// Where Prometheus is served.
     pub metrics_address: SocketAddr,
+    /// Where the admin paths are served, if not where clients are.
+    pub admin_address: Option<SocketAddr>,
     /// What both planes see.
     pub shared: Arc<Shared>,
     control: Option<Control>,
@@ -83,7 +85,7 @@ pub fn start(config: Config) -> Result<Router, StartError> {
 }
 
 /// Starts a router on sockets that were opened for it ([`ring::inherited`]): the one named `metrics` is for Prometheus,
-/// all others are for clients. What is not among them is bound. A router that may take another's place (on inherited
+/// the one named `admin` for the admin paths, all others are for clients. What is not among them is bound. A router that may take another's place (on inherited
 /// sockets, or with `--reuse-port`) accepts only when its workers are ready, or after 10 s.
 ///
 /// # Errors
@@ -99,16 +101,26 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         is_data_inherited,
         metrics,
         is_metrics_inherited,
+        admin,
+        is_admin_inherited,
     } = Listeners::open(&config, inherited, count)?;
     let address = data[0][0].local_addr().map_err(bind(config.listen))?;
     let metrics_address = metrics.local_addr();
     let metrics_address = metrics_address.map_err(bind(config.metrics_listen))?;
     let takes_over = config.reuse_port || is_data_inherited;
-    let metrics = control::MetricsListener {
-        listener: metrics,
-        is_left_at_drain: config.reuse_port || is_metrics_inherited,
+    let admin_address = admin.as_ref().map(TcpListener::local_addr).transpose();
+    let admin_address =
+        admin_address.map_err(bind(config.admin_listen.unwrap_or(config.listen)))?;
+    let side = |listener, is_inherited| SideListener {
+        listener,
+        is_left_at_drain: config.reuse_port || is_inherited,
+    };
+    let side = SideListeners {
+        metrics: Some(side(metrics, is_metrics_inherited)),
+        admin: admin.map(|admin| side(admin, is_admin_inherited)),
     };
     config.is_data_inherited = is_data_inherited;
+    config.is_admin_apart = admin_address.is_some();
 
     let machine = |e: std::io::Error| StartError::Machine(e.to_string());
     let domain = Arc::new(Domain::new(count));
@@ -142,11 +154,11 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         access_log: access_log.as_ref().map(|(log, _)| log.clone()),
         draining: AtomicBool::new(false),
     });
-    let control =
-        control::start(shared.clone(), publisher, admin_rx, Some(metrics)).map_err(machine)?;
+    let control = control::start(shared.clone(), publisher, admin_rx, side).map_err(machine)?;
     let mut router = Router {
         address,
         metrics_address,
+        admin_address,
         shared: shared.clone(),
         control: Some(control),
         cores: Vec::new(),

@@ -9,20 +9,24 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
     BTreeMap::from([
         ("ring", &[] as &[&str]),
         ("access_log", &[]),
+        ("access", &[]),
         ("http", &[]),
         ("notify", &[]),
         ("listen", &["config", "ring"]),
         ("demo", &[]),
         ("route", &["shared"]),
         ("upstream", &["ring"]),
-        ("config", &["access_log", "route", "demo"]),
+        ("config", &["access", "access_log", "route", "demo"]),
         ("doctor", &["config", "ring"]),
         ("shared", &["access_log", "config", "ring", "route"]),
         (
             "exchange",
-            &["access_log", "config", "http", "route", "shared"],
+            &["access", "access_log", "config", "http", "route", "shared"],
         ),
-        ("control", &["config", "notify", "route", "shared"]),
+        (
+            "control",
+            &["access", "config", "notify", "route", "shared"],
+        ),
         (
             "core",
             &[

@@ -63,6 +63,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub listener: ListenerArgs,
     #[command(flatten)]
+    pub keys: KeyArgs,
+    #[command(flatten)]
     pub policy: PolicyArgs,
     #[command(flatten)]
     pub pd: PdArgs,
@@ -128,16 +130,73 @@ pub struct ListenerArgs {
     #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_WORKER_STARTUP_CHECK_INTERVAL", hide_env = true)]
     pub worker_startup_check_interval: u64,
-    /// Bearer key sent to workers (probes, and requests of clients that bring none)
-    #[arg(long, value_name = "KEY")]
-    #[arg(value_parser = parse::secret)]
-    #[arg(env = "CORELANE_API_KEY", hide_env = true, hide_env_values = true)]
-    pub api_key: Option<super::Secret>,
     /// How long a connection to a worker is kept without use (0: never reused)
     #[arg(long, default_value_t = 2, value_name = "SECONDS")]
     #[arg(value_parser = value_parser!(u64).range(..=86_400), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_POOL_IDLE_TIMEOUT_SECS", hide_env = true)]
     pub pool_idle_timeout_secs: u64,
+}
+
+/// Who may do what, and by which key.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Keys and the admin port")]
+#[allow(missing_docs, reason = "the comments of fields are the help texts")]
+pub struct KeyArgs {
+    /// Bearer key sent to workers (all calls of our own, and requests of clients that bring none)
+    #[arg(long, value_name = "KEY")]
+    #[arg(value_parser = parse::secret)]
+    #[arg(env = "CORELANE_API_KEY", hide_env = true, hide_env_values = true)]
+    pub api_key: Option<super::Secret>,
+    /// Whose Authorization a worker gets when the client brings one: the client's, or --api-key in its place
+    #[arg(long, default_value = "client", value_name = "WHO")]
+    #[arg(value_parser = ["client", "router"])]
+    #[arg(env = "CORELANE_API_KEY_WINS", hide_env = true)]
+    pub api_key_wins: String,
+    /// A key that clients must bring (Authorization: Bearer KEY, or x-api-key: KEY), for all but health; it is not passed
+    /// on. For several, or keys that change: --client-api-keys-file
+    #[arg(long, value_name = "KEY")]
+    #[arg(value_parser = parse::secret)]
+    #[arg(
+        env = "CORELANE_CLIENT_API_KEY",
+        hide_env = true,
+        hide_env_values = true
+    )]
+    pub client_api_key: Option<super::Secret>,
+    /// File with keys of which clients must bring one: a line is KEY or NAME:KEY, # begins a comment. It is read again
+    /// when it changes, on SIGHUP and on POST /reload
+    #[arg(long, value_name = "FILE")]
+    #[arg(env = "CORELANE_CLIENT_API_KEYS_FILE", hide_env = true)]
+    pub client_api_keys_file: Option<std::path::PathBuf>,
+    /// Key for the admin paths, where a client's is then not enough: /add_worker, /remove_worker, /list_workers, /workers,
+    /// /get_loads, /get_server_info, /flush_cache, /reload; for those that rule an engine (/sleep, /load_lora_adapter
+    /// and the like); and for the metrics
+    #[arg(long, value_name = "KEY")]
+    #[arg(value_parser = parse::secret)]
+    #[arg(
+        env = "CORELANE_ADMIN_API_KEY",
+        hide_env = true,
+        hide_env_values = true
+    )]
+    pub admin_api_key: Option<super::Secret>,
+    /// Address of the admin listener, if there is one
+    #[arg(
+        long,
+        env = "CORELANE_ADMIN_HOST",
+        hide_env = true,
+        default_value = "127.0.0.1",
+        value_name = "HOST"
+    )]
+    pub admin_host: String,
+    /// Port of a listener for the admin paths (0: any free one), which are then 404 on --port; health and /v1/models are on
+    /// both (default: no listener of their own)
+    #[arg(long, value_name = "PORT", allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_ADMIN_PORT", hide_env = true)]
+    pub admin_port: Option<u16>,
+    /// Serve metrics without a key although there is --admin-api-key
+    #[arg(long)]
+    #[arg(value_parser = BoolishValueParser::new())]
+    #[arg(env = "CORELANE_PROMETHEUS_OPEN", hide_env = true)]
+    pub prometheus_open: bool,
 }
 
 /// How a worker is chosen.

@@ -4,13 +4,24 @@ use super::Config;
 
 impl Config {
     /// Each flag whose meaning is fixed, and that meaning.
-    fn fixed(&self) -> [(&'static str, String); 19] {
+    fn fixed(&self) -> [(&'static str, String); 21] {
         let pd = self.pd.as_ref();
         [
             ("host", self.listen.ip().to_string()),
             ("port", self.listen.port().to_string()),
             ("prometheus-host", self.metrics_listen.ip().to_string()),
             ("prometheus-port", self.metrics_listen.port().to_string()),
+            // Without a port the host means nothing.
+            (
+                "admin-host",
+                self.admin_listen
+                    .map_or(String::new(), |a| a.ip().to_string()),
+            ),
+            (
+                "admin-port",
+                self.admin_listen
+                    .map_or(String::new(), |a| a.port().to_string()),
+            ),
             ("reuse-port", self.reuse_port.to_string()),
             ("cores", self.core_count.to_string()),
             ("access-log", format!("{:?}", self.access_log)),
@@ -61,6 +72,8 @@ impl Config {
     pub fn keep_fixed(&mut self, running: &Config) {
         self.listen = running.listen;
         self.metrics_listen = running.metrics_listen;
+        self.admin_listen = running.admin_listen;
+        self.is_admin_apart = running.is_admin_apart;
         self.core_count = running.core_count;
         self.is_data_inherited = running.is_data_inherited;
     }

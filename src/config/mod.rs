@@ -9,6 +9,7 @@
 mod cli;
 mod file;
 mod fixed;
+mod keys;
 mod machine;
 mod parse;
 mod pd;
@@ -23,15 +24,17 @@ use std::time::Duration;
 use clap::Parser;
 
 pub use cli::{
-    Cli, Command, HealthArgs, LimitArgs, ListenerArgs, MachineArgs, ObservabilityArgs, PdArgs,
-    PolicyArgs, ReliabilityArgs, ServeArgs, StandingArgs,
+    Cli, Command, HealthArgs, KeyArgs, LimitArgs, ListenerArgs, MachineArgs, ObservabilityArgs,
+    PdArgs, PolicyArgs, ReliabilityArgs, ServeArgs, StandingArgs,
 };
 pub use file::{Keys, LoadError, Loaded, Source};
+pub use keys::{KeySource, Stamp};
 pub use machine::{Limit, connections_of, cpu_count, descriptor_limits, limit};
 pub use pd::{BOOTSTRAP_PORT, Connector, PdConfig, WorkerSpec};
 pub use standing::StandingConfig;
 pub use worker_url::{WorkerUrl, WorkerUrlError};
 
+use crate::access::Access;
 use crate::access_log::Format;
 use crate::route::{Role, Settings};
 
@@ -149,8 +152,20 @@ pub struct Config {
     pub worker_startup_timeout: Duration,
     /// Pause between probes of a worker that was never ready.
     pub worker_startup_check_interval: Duration,
+    /// Where the admin paths are served; `None`: where clients are.
+    pub admin_listen: Option<SocketAddr>,
+    /// The admin paths have a listener of their own, as of that or inherited (found at start).
+    pub is_admin_apart: bool,
     /// Bearer key towards workers.
     pub api_key: Option<Secret>,
+    /// It takes the place of what a client brings.
+    pub is_api_key_first: bool,
+    /// Keys of clients and of the admin.
+    pub access: Access,
+    /// Where those come from.
+    pub key_source: KeySource,
+    /// Metrics need no key, whatever the rest needs.
+    pub is_metrics_open: bool,
 
     /// Policy and thresholds of regular workers; those of the roles are in `pd`.
     pub settings: Settings,
@@ -262,14 +277,15 @@ impl std::error::Error for ConfigError {}
 
 impl Config {
     /// Gives the flags their meaning, and checks what concerns several of them. The file that `--config` may name is
-    /// not read: see [`Source::load`].
+    /// not read (see [`Source::load`]), that of clients' keys is.
     ///
     /// # Errors
-    /// The first flag whose value cannot be.
+    /// The first flag whose value cannot be, or whose file cannot.
     pub fn from_cli(cli: Cli) -> Result<Config, ConfigError> {
         let ServeArgs {
             config: _,
             listener,
+            keys,
             policy,
             pd,
             reliability,
@@ -298,12 +314,13 @@ impl Config {
             &workers,
             listener.intra_node_data_parallel_size,
         )?;
-        if let Some(Err(reason)) = listener.api_key.as_ref().map(parse::check_key) {
-            return Err(ConfigError {
-                flag: "api-key",
-                reason: reason.to_owned(),
-            });
-        }
+        check_api_key(&keys)?;
+        let mut key_source = KeySource::from_args(&keys);
+        let access = key_source.read()?;
+        let admin_listen = match keys.admin_port {
+            Some(port) => Some(address("admin-host", &keys.admin_host, port)?),
+            None => None,
+        };
         let secs = Duration::from_secs;
         let ms = Duration::from_millis;
         Ok(Config {
@@ -319,7 +336,13 @@ impl Config {
             data_parallel_size: listener.intra_node_data_parallel_size,
             worker_startup_timeout: secs(listener.worker_startup_timeout_secs),
             worker_startup_check_interval: secs(listener.worker_startup_check_interval),
-            api_key: listener.api_key,
+            is_admin_apart: admin_listen.is_some(),
+            admin_listen,
+            api_key: keys.api_key,
+            is_api_key_first: keys.api_key_wins == "router",
+            access,
+            key_source,
+            is_metrics_open: keys.prometheus_open,
             settings,
             pd,
             tree_bytes_per_worker_max: policy.max_tree_size,
@@ -422,6 +445,7 @@ impl Config {
         if let Some(shown) = shown.as_object_mut() {
             shown.extend(self.standing.public_json());
             shown.extend(self.admission_json());
+            shown.extend(self.keys_json());
             if let Some(pd) = &self.pd {
                 shown.insert("pd".to_owned(), pd.public_json());
             }
@@ -454,13 +478,33 @@ impl Config {
         .map(|(name, value): (&str, serde_json::Value)| (name.to_owned(), value))
     }
 
+    /// Whether there are keys, and how many; never which.
+    fn keys_json(&self) -> impl Iterator<Item = (String, serde_json::Value)> {
+        let client_count = self.access.clients.as_ref().map_or(0, |all| all.len());
+        let wins = if self.is_api_key_first {
+            "router"
+        } else {
+            "client"
+        };
+        let admin = self.admin_listen.map(|address| address.to_string());
+        [
+            ("api_key_set", self.api_key.is_some().into()),
+            ("api_key_wins", wins.into()),
+            ("client_api_keys", client_count.into()),
+            ("admin_api_key_set", self.access.admin.is_some().into()),
+            ("admin", admin.into()),
+            ("prometheus_open", self.is_metrics_open.into()),
+        ]
+        .into_iter()
+        .map(|(name, value): (&str, serde_json::Value)| (name.to_owned(), value))
+    }
+
     fn general_json(&self) -> serde_json::Value {
         let settings = &self.settings;
         serde_json::json!({
             "listen": self.listen.to_string(),
             "prometheus": self.metrics_listen.to_string(),
             "reuse_port": self.reuse_port,
-            "api_key_set": self.api_key.is_some(),
             "intra_node_data_parallel_size": self.data_parallel_size,
             "policy": settings.policy.name(),
             "cache_threshold": settings.cache_threshold,
@@ -551,6 +595,24 @@ fn retry(args: &ReliabilityArgs) -> Result<RetryConfig, ConfigError> {
         backoff_multiplier: args.retry_backoff_multiplier,
         jitter_factor: args.retry_jitter_factor,
     })
+}
+
+/// A key that is to win must be there: else a client's would go on though the operator wants none to.
+fn check_api_key(keys: &KeyArgs) -> Result<(), ConfigError> {
+    let refuse = |flag, reason: &str| {
+        Err(ConfigError {
+            flag,
+            reason: reason.to_owned(),
+        })
+    };
+    match &keys.api_key {
+        None if keys.api_key_wins == "router" => refuse("api-key-wins", "'router' needs --api-key"),
+        None => Ok(()),
+        Some(key) => match crate::access::keys::check(key.expose()) {
+            Ok(()) => Ok(()),
+            Err(reason) => refuse("api-key", reason),
+        },
+    }
 }
 
 /// 0, or vllm-router's -1: no limit.

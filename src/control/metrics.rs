@@ -16,7 +16,7 @@ use prometheus_client::registry::Registry;
 use shards::HistogramSnapshot;
 
 use super::standing::Standing;
-use super::{Plane, WorkerView, reply};
+use super::{Plane, WorkerView, admin_port, reply};
 use crate::route::{Reason, Role, Whole};
 use crate::shared::{CoreStats, Outcome, PdStats, Route};
 use families::{Families, Label};
@@ -42,6 +42,9 @@ pub(super) async fn serve(
 }
 
 async fn scrape(State(plane): State<Arc<Plane>>, headers: HeaderMap) -> Response {
+    if let Err(denied) = admin_port::permit_scrape(&plane.shared.config(), &headers) {
+        return reply::denied(denied);
+    }
     let accepts_openmetrics = headers
         .get_all(header::ACCEPT)
         .iter()

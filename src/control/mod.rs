@@ -2,13 +2,14 @@
 //!
 //! `registry` is the list of workers and writes the fleet; `watch` probes them (`health` judges, `probe` asks, `models`
 //! reads their lists, `ranks` their data-parallel ranks); `discovery` takes the registrations of engines (by `zmtp`), `mooncake` asks for
-//! their ids; `admin` answers the admin paths that cores hand over (`exchange::paths` says which); `metrics` serves
+//! their ids; `admin` answers the admin paths that cores hand over (`exchange::paths` says which), or `admin_port` gets; `metrics` serves
 //! Prometheus; `admission` tells when refused clients may come again; `drain` ends the process well; `reload` reads the
 //! config file again. It talks to the cores by the published fleet and by their inboxes; a core
 //! never waits for it. The registry's mutex is taken by this thread and by callers of [`Control`], never by a core.
 #![forbid(unsafe_code)]
 
 mod admin;
+mod admin_port;
 mod admission;
 mod discovery;
 mod drain;
@@ -219,23 +220,32 @@ pub struct Control {
     discovery_address: Option<std::net::SocketAddr>,
 }
 
-/// Where Prometheus is served.
-pub struct MetricsListener {
+/// A listener of the control thread.
+pub struct SideListener {
     /// Listens.
     pub listener: std::net::TcpListener,
-    /// Another router serves there when this one drains: from then on it gets the scrapes.
+    /// Another router serves there when this one drains: from then on it gets what comes.
     pub is_left_at_drain: bool,
 }
 
-/// Starts the control thread: registers the configured workers, probes them, serves metrics.
+/// Those listeners.
+#[derive(Default)]
+pub struct SideListeners {
+    /// Where Prometheus is served.
+    pub metrics: Option<SideListener>,
+    /// Where the admin paths are served, if not where clients are.
+    pub admin: Option<SideListener>,
+}
+
+/// Starts the control thread: registers the configured workers, probes them, serves metrics and the admin port.
 ///
 /// # Errors
-/// When the thread, its runtime or the metrics listener cannot be set up.
+/// When the thread, its runtime or a listener cannot be set up.
 pub fn start(
     shared: Arc<Shared>,
     publisher: Publisher<Fleet>,
     admin_rx: mpsc::Receiver<AdminRequest>,
-    metrics_listener: Option<MetricsListener>,
+    side: SideListeners,
 ) -> std::io::Result<Control> {
     let registry = Mutex::new(Registry::new(shared.clone(), publisher));
     let plane = Arc::new(Plane {
@@ -259,15 +269,14 @@ pub fn start(
         .enable_all()
         .max_blocking_threads(8)
         .build()?;
-    let metrics_listener = match metrics_listener {
-        Some(metrics) => {
-            metrics.listener.set_nonblocking(true)?;
-            let _in_runtime = runtime.enter();
-            let listener = tokio::net::TcpListener::from_std(metrics.listener)?;
-            Some((listener, metrics.is_left_at_drain))
-        }
-        None => None,
+    let in_runtime = |side: SideListener| {
+        side.listener.set_nonblocking(true)?;
+        let _in_runtime = runtime.enter();
+        let listener = tokio::net::TcpListener::from_std(side.listener)?;
+        Ok::<_, std::io::Error>((listener, side.is_left_at_drain))
     };
+    let metrics_listener = side.metrics.map(in_runtime).transpose()?;
+    let admin_listener = side.admin.map(in_runtime).transpose()?;
     let discovery = match discovery {
         Some(listener) => {
             let _in_runtime = runtime.enter();
@@ -287,6 +296,7 @@ pub fn start(
                 order_rx,
                 weak_orders,
                 metrics_listener,
+                admin_listener,
                 discovery,
             ));
             // A name that is being resolved must not hold up the end.
@@ -306,6 +316,7 @@ async fn run(
     mut order_rx: mpsc::UnboundedReceiver<Order>,
     orders: mpsc::WeakUnboundedSender<Order>,
     metrics_listener: Option<(tokio::net::TcpListener, bool)>,
+    admin_listener: Option<(tokio::net::TcpListener, bool)>,
     discovery: Option<tokio::net::TcpListener>,
 ) {
     for worker in plane.shared.config().workers.clone() {
@@ -325,6 +336,11 @@ async fn run(
         let leave = is_left_at_drain.then(|| drain.begun());
         tokio::spawn(metrics::serve(plane.clone(), listener, leave));
     }
+    if let Some((listener, is_left_at_drain)) = admin_listener {
+        let leave = is_left_at_drain.then(|| drain.begun());
+        tokio::spawn(admin_port::serve(plane.clone(), listener, leave));
+    }
+    tokio::spawn(reload::watch_keys(plane.clone()));
     let mut changes = plane.changes.subscribe();
     let mut drain_rate = admission::DrainRate::default();
     let mut judged = tokio::time::Instant::now();

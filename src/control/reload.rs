@@ -1,15 +1,22 @@
-//! The config file read again: on SIGHUP and `POST /reload`. One at a time; all of it, or nothing and the reason.
+//! The config file read again: on SIGHUP and `POST /reload`. One at a time; all of it, or nothing and the reason. The file
+//! of clients' keys goes with it, and is read again alone when it changes ([`watch_keys`]).
 //!
 //! Nothing that runs is touched. Cores get the new configuration by message, workers that are listed no more drain.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use http::StatusCode;
 use tokio::sync::{Mutex, watch};
 
 use super::{Plane, watch as watching};
-use crate::config::{Config, Keys, Loaded, LogLevel, Source};
+use crate::config::{Config, Keys, Loaded, LogLevel, Source, Stamp};
+
+/// How often it is looked at whether the file of clients' keys is another.
+const KEYS_PAUSE: Duration = Duration::from_secs(2);
+/// What a change of that file is called.
+const KEYS_FILE: &str = "client-api-keys-file";
 
 type SetLogLevel = Box<dyn Fn(LogLevel) + Send + Sync>;
 
@@ -17,6 +24,8 @@ type SetLogLevel = Box<dyn Fn(LogLevel) + Send + Sync>;
 #[derive(Default)]
 pub(super) struct Reload {
     origin: OnceLock<Origin>,
+    /// Held while anything is read again.
+    turn: Mutex<()>,
     /// Sent after each that holds.
     done: watch::Sender<()>,
     ok: AtomicU64,
@@ -26,7 +35,7 @@ pub(super) struct Reload {
 
 struct Origin {
     source: Source,
-    /// What the running configuration was made of. Held while a reload runs.
+    /// What the running configuration was made of.
     keys: Mutex<Keys>,
     set_log_level: SetLogLevel,
 }
@@ -99,30 +108,94 @@ impl Reload {
     }
 }
 
-/// Reads the file and makes what it says hold. On the control thread only. Logged and counted here.
+/// Reads the files and makes what they say hold. On the control thread only. Logged and counted here.
 ///
 /// # Errors
-/// There is no file, it cannot be, or it wants what needs a restart: then all is as it was.
+/// There is no file, one cannot be, or it wants what needs a restart: then all is as it was.
 pub(super) async fn run(plane: &Arc<Plane>) -> Result<Report, Refusal> {
+    let _turn = plane.reload.turn.lock().await;
     let origin = plane.reload.origin.get();
-    let Some(origin) = origin.filter(|origin| origin.source.path().is_some()) else {
-        let message = "nothing to reload: started without --config";
-        tracing::warn!("{message}");
-        return Err(Refusal::new("no_config_file", message.to_owned()));
+    let origin = origin.filter(|origin| origin.source.path().is_some());
+    let result = match origin {
+        Some(origin) => attempt(plane, origin).await,
+        None if plane.shared.config().key_source.file().is_some() => renew_keys(plane).await,
+        None => {
+            let message = "nothing to reload: started without --config or --client-api-keys-file";
+            tracing::warn!("{message}");
+            return Err(Refusal::new("no_config_file", message.to_owned()));
+        }
     };
-    let mut keys = origin.keys.lock().await;
-    let result = attempt(plane, origin, &mut keys).await;
+    settle(plane, &result);
+    result
+}
+
+/// Counts and logs how a reload ended.
+fn settle(plane: &Plane, result: &Result<Report, Refusal>) {
     plane.reload.count(result.is_ok());
-    if let Err(refusal) = &result {
+    if let Err(refusal) = result {
         tracing::error!(
             reason = refusal.message,
             "configuration not reloaded: the old one holds"
         );
     }
-    result
 }
 
-async fn attempt(plane: &Arc<Plane>, origin: &Origin, keys: &mut Keys) -> Result<Report, Refusal> {
+/// Looks at the file of clients' keys now and then, and makes it hold when it is another. One that cannot be is said once.
+pub(super) async fn watch_keys(plane: Arc<Plane>) {
+    let mut refused: Option<Option<Stamp>> = None;
+    loop {
+        tokio::time::sleep(KEYS_PAUSE).await;
+        let config = plane.shared.config();
+        if config.key_source.file().is_none() {
+            continue; // A reload may name one.
+        }
+        let source = config.key_source.clone();
+        let Ok(now) = tokio::task::spawn_blocking(move || source.stamp_now()).await else {
+            continue;
+        };
+        if now == config.key_source.stamp() || Some(now) == refused {
+            continue;
+        }
+        let _turn = plane.reload.turn.lock().await;
+        let result = renew_keys(&plane).await;
+        refused = result.is_err().then_some(now);
+        settle(&plane, &result);
+    }
+}
+
+/// Reads the file of clients' keys, and nothing else. To be called by whose turn it is.
+async fn renew_keys(plane: &Arc<Plane>) -> Result<Report, Refusal> {
+    let old = plane.shared.config();
+    let mut source = old.key_source.clone();
+    let read = move || (source.read(), source);
+    let invalid = |reason: String| Refusal::new("invalid_config", reason);
+    let Ok((access, source)) = tokio::task::spawn_blocking(read).await else {
+        return Err(invalid("internal error".to_owned()));
+    };
+    let access = access.map_err(|e| invalid(format!("{}: {}", e.flag, e.reason)))?;
+    let has_changed = access != old.access;
+    let mut config = Config::clone(&old);
+    config.access = access;
+    config.key_source = source;
+    let config = Arc::new(config);
+    plane.shared.configure(config.clone());
+    plane.registry().configure(&config);
+    announce_keys(&config);
+    let changed = has_changed.then(|| KEYS_FILE.to_owned());
+    Ok(Report {
+        changed: changed.into_iter().collect(),
+        added: Vec::new(),
+        removed: Vec::new(),
+    })
+}
+
+fn announce_keys(config: &Config) {
+    let count = config.access.clients.as_ref().map_or(0, |all| all.len());
+    tracing::info!(count, "clients' keys reloaded");
+}
+
+async fn attempt(plane: &Arc<Plane>, origin: &Origin) -> Result<Report, Refusal> {
+    let mut keys = origin.keys.lock().await;
     if plane.shared.is_draining() {
         return Err(Refusal {
             status: StatusCode::SERVICE_UNAVAILABLE,
@@ -140,8 +213,15 @@ async fn attempt(plane: &Arc<Plane>, origin: &Origin, keys: &mut Keys) -> Result
         mut config,
         keys: new_keys,
     } = loaded;
-    let changed = keys.changed(&new_keys);
+    let mut changed = keys.changed(&new_keys);
     let old = plane.shared.config();
+    let is_said = |flag: &str| changed.iter().any(|changed| changed == flag);
+    let are_said = is_said(KEYS_FILE) || is_said("client-api-key") || is_said("admin-api-key");
+    // What the file holds may be other, though it is the same file.
+    if config.access != old.access && !are_said {
+        changed.push(KEYS_FILE.to_owned());
+        changed.sort();
+    }
     let fixed = fixed(&old, &config, &changed);
     if !fixed.is_empty() {
         let message = format!("needs a restart: {}", fixed.join(", "));
@@ -152,6 +232,7 @@ async fn attempt(plane: &Arc<Plane>, origin: &Origin, keys: &mut Keys) -> Result
     let plan = plan.map_err(|reason| Refusal::new("workers_do_not_fit", reason))?;
     // From here on nothing is refused.
     *keys = new_keys;
+    drop(keys);
     let config = Arc::new(config);
     plane.shared.configure(config.clone());
     plane.registry().configure(&config);

@@ -35,11 +35,14 @@ pub(super) fn rig(workers: &[&FakeWorker], change: impl FnOnce(&mut Config)) -> 
         parts.publisher.take().unwrap(),
         parts.admin_rx.take().unwrap(),
     );
-    let listener = MetricsListener {
-        listener,
-        is_left_at_drain: false,
+    let side = SideListeners {
+        metrics: Some(SideListener {
+            listener,
+            is_left_at_drain: false,
+        }),
+        admin: None,
     };
-    let control = start(parts.shared.clone(), publisher, admin_rx, Some(listener)).unwrap();
+    let control = start(parts.shared.clone(), publisher, admin_rx, side).unwrap();
     Rig {
         parts,
         control: Some(control),

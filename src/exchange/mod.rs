@@ -18,6 +18,7 @@
 //! - **E4** A connection whose end of message is in doubt is never used again, on either side.
 
 pub mod endpoint;
+mod entry;
 pub mod paths;
 mod pd;
 mod release;
@@ -27,6 +28,7 @@ mod world;
 
 use shards::{LoadGuard, Permit, Slot};
 
+use crate::access::Denied;
 use crate::access_log::Entry;
 use crate::http::body::{self, Body, Framing};
 use crate::http::request::{self, Method, Request, Verdict};
@@ -688,6 +690,7 @@ impl Session {
             head_bytes: config.header_bytes_max,
             field_count: config.header_count_max,
             is_rank_ours: config.data_parallel_size > 1 || config.pd.is_some(),
+            credentials: entry::credentials(config),
         };
         match request::parse(bytes, limits, &config.request_id_headers, &mut message) {
             Verdict::Partial => {
@@ -701,7 +704,7 @@ impl Session {
                 skipped + bytes.len()
             }
             Verdict::Complete(request, len) => {
-                self.open(world, request, message, fields_at);
+                self.open(world, request, &bytes[..len], message, fields_at);
                 let used = self.read_body(world, &bytes[len..]);
                 if used == 0
                     && let Some(exchange) = &self.exchange
@@ -721,6 +724,7 @@ impl Session {
         &mut self,
         world: &mut W,
         request: Request,
+        head: &[u8],
         mut message: Vec<u8>,
         fields_at: usize,
     ) {
@@ -740,15 +744,11 @@ impl Session {
                 message.extend_from_slice(b"\r\n");
             }
         }
-        if let Some(key) = world
-            .config()
-            .api_key
-            .as_ref()
-            .filter(|_| !request.has_authorization && endpoint != Endpoint::Admin)
-        {
-            message.extend_from_slice(b"authorization: Bearer ");
-            message.extend_from_slice(key.expose().as_bytes());
-            message.extend_from_slice(b"\r\n");
+        let config = world.config();
+        let presented = entry::presented(config, &request, head);
+        let permitted = entry::permit(config, endpoint, &request.target, presented.caller());
+        if endpoint != Endpoint::Admin {
+            entry::push_credentials(config, &request, head, presented, &mut message);
         }
         let whole = match (endpoint, request.framing) {
             (Endpoint::Other, Framing::Length(n)) => n <= PASS_WHOLE_BYTES_MAX,
@@ -814,14 +814,19 @@ impl Session {
             request,
         };
         self.exchange = Some(Box::new(exchange));
-        self.admit(world);
+        self.admit(world, permitted);
     }
 
     /// What can be said of a request by its head alone.
-    fn admit<W: World>(&mut self, world: &mut W) {
+    fn admit<W: World>(&mut self, world: &mut W, permitted: Result<(), Denied>) {
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
+        if let Err(denied) = permitted {
+            // Before its body is asked for or read; a connection on which one is to come closes.
+            let refusal = Refusal::new(denied.status(), denied.code(), denied.message());
+            return self.refuse_and_go_on(world, &refusal);
+        }
         if exchange.endpoint == Endpoint::WrongMethod {
             let mut refusal = Refusal::new(405, "method_not_allowed", "this endpoint takes POST");
             refusal.allow = Some("POST");

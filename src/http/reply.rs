@@ -61,6 +61,9 @@ impl Refusal {
         if let Some(allow) = self.allow {
             headers.push(("allow".to_string(), allow.as_bytes().to_vec()));
         }
+        if self.status == 401 {
+            headers.push(("www-authenticate".to_string(), b"Bearer".to_vec()));
+        }
         if matches!(self.status, 429 | 503) {
             let secs = self.retry_after_secs.to_string();
             headers.push(("retry-after".to_string(), secs.into_bytes()));

@@ -13,6 +13,19 @@ pub struct Limits {
     pub field_count: usize,
     /// The router chooses data-parallel ranks: a client's own `X-data-parallel-rank` goes no further.
     pub is_rank_ours: bool,
+    /// What becomes of a client's keys.
+    pub credentials: Credentials,
+}
+
+/// What becomes of `Authorization` and `X-Api-Key`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Credentials {
+    /// They go on to the worker.
+    Pass,
+    /// `Authorization` goes no further: another takes its place.
+    Replace,
+    /// They are meant for us: noted, and go no further.
+    Take,
 }
 
 /// The most fields any head may have; `--header-count-max` can only be lower.
@@ -35,8 +48,12 @@ pub struct Request {
     pub expects_continue: bool,
     /// The client's own request id, a range of `forward`.
     pub request_id: Option<Range<usize>>,
-    /// Whether the client brought an Authorization of its own.
+    /// Whether an Authorization of the client goes on to the worker.
     pub has_authorization: bool,
+    /// The value of the first Authorization, a range of the head; with [`Credentials::Take`] only.
+    pub authorization: Option<Range<usize>>,
+    /// The same of X-Api-Key.
+    pub api_key: Option<Range<usize>>,
 }
 
 /// Methods we treat apart; the rest pass as they are.
@@ -229,8 +246,11 @@ fn read(
         expects_continue: expects_continue(&seen, is_http10)?,
         request_id: None,
         has_authorization: false,
+        authorization: None,
+        api_key: None,
     };
     copy_fields(
+        head,
         parsed.headers,
         &seen,
         limits,
@@ -350,6 +370,7 @@ fn origin_form<'a>(method: &str, target: &'a str) -> Result<&'a [u8], Refusal> {
 }
 
 fn copy_fields(
+    head: &[u8],
     fields: &[httparse::Header<'_>],
     seen: &Seen<'_>,
     limits: Limits,
@@ -375,6 +396,7 @@ fn copy_fields(
             20 => limits.is_rank_ours && is(name, "x-data-parallel-rank"),
             _ => false,
         };
+        let ours = ours || keeps_credential(limits.credentials, head, field, request);
         if ours || is_hop_by_hop(name) || (names_others && any_connection(fields, name)) {
             continue;
         }
@@ -393,5 +415,31 @@ fn copy_fields(
             request.has_authorization = true;
         }
         forward.extend_from_slice(b"\r\n");
+    }
+}
+
+/// Whether a field is a client's key that goes no further; it is noted where it is meant for us.
+fn keeps_credential(
+    credentials: Credentials,
+    head: &[u8],
+    field: &httparse::Header<'_>,
+    request: &mut Request,
+) -> bool {
+    let place = match field.name.len() {
+        13 if is(field.name, "authorization") => &mut request.authorization,
+        9 if is(field.name, "x-api-key") => &mut request.api_key,
+        _ => return false,
+    };
+    match credentials {
+        Credentials::Pass => false,
+        Credentials::Replace => field.name.len() == 13,
+        Credentials::Take => {
+            if place.is_none() {
+                // The parser's values are slices of the head.
+                let from = field.value.as_ptr() as usize - head.as_ptr() as usize;
+                *place = Some(from..from + field.value.len());
+            }
+            true
+        }
     }
 }
