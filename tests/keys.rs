@@ -523,7 +523,86 @@ async fn the_file_is_read_again_when_it_changes_and_on_reload() {
     assert_eq!(status("sk-new").await, 200);
 }
 
+/// A socket that was opened for it is the admin port, without the flag.
+#[tokio::test]
+async fn an_inherited_admin_socket_is_the_admin_port() {
+    let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = socket.local_addr().unwrap();
+    let inherited = corelane::ring::Inherited {
+        number: 3,
+        name: "admin".to_owned(),
+        fd: socket.into(),
+    };
+    let config = corelane::config::Config::default_for_tests();
+    let router = corelane::start_on(config, vec![inherited]).unwrap();
+    assert_eq!(router.admin_address, Some(address));
+    for (to, status) in [(router.address, 404), (address, 200)] {
+        let answer = ask(to, "GET", "/list_workers", "").await;
+        assert_eq!(answer.status, status);
+    }
+}
+
 // ---- the binary ----
+
+#[tokio::test]
+async fn without_a_config_file_sighup_reads_the_keys() {
+    let file = File::new("sk-old\n");
+    let flags = ["--port", "0", "--prometheus-port", "0"];
+    let mut command = corelane(&flags);
+    command.args(["--client-api-keys-file", file.path()]);
+    let router = RouterProcess::start(command);
+    for (text, count) in [("sk-a\nsk-b\n", 1), ("sk-a\n", 2)] {
+        file.write(text);
+        router.signal("HUP");
+        until("they are read", || {
+            router.logged("clients' keys reloaded").len() >= count
+        })
+        .await;
+    }
+    for (key, status) in [("sk-a", 200), ("sk-b", 401), ("sk-old", 401)] {
+        let answer = ask(router.address, "GET", "/get_server_info", &bearer(key)).await;
+        assert_eq!(answer.status, status, "{key}");
+    }
+}
+
+#[tokio::test]
+async fn a_reload_changes_keys_but_not_the_admin_port() {
+    let toml = File::new("admin-port = 0\nadmin-api-key = \"sk-1\"\nclient-api-key = \"c-1\"\n");
+    let mut command = corelane(&["--port", "0", "--prometheus-port", "0"]);
+    command.args(["--config", toml.path()]);
+    let router = RouterProcess::start(command);
+    let line = router.logged("admin=").pop().expect("it says where");
+    let admin = line.split("admin=").nth(1).unwrap().split(' ').next();
+    let admin: std::net::SocketAddr = admin.unwrap().parse().unwrap();
+    let reload = async |key: &str| {
+        let answer = ask(admin, "POST", "/reload", &bearer(key)).await;
+        let body = String::from_utf8_lossy(&answer.body).into_owned();
+        (answer.status, body)
+    };
+    toml.write("admin-port = 1\nadmin-api-key = \"sk-2\"\n");
+    let (status, body) = reload("sk-1").await;
+    assert!(
+        status == 400 && body.contains("needs a restart: admin-port"),
+        "{body}"
+    );
+    toml.write("admin-api-key = \"sk-2\"\n");
+    let (status, body) = reload("sk-1").await;
+    assert!(
+        status == 400 && body.contains("needs a restart: admin-port"),
+        "{body}"
+    );
+    toml.write("admin-port = 0\nadmin-api-key = \"sk-2\"\nclient-api-key = \"c-1\"\n");
+    let (status, body) = reload("sk-1").await;
+    assert!(
+        status == 200 && body.contains("[\"admin-api-key\"]"),
+        "{body}"
+    );
+    let old = reload("sk-1").await.0;
+    let client = reload("c-1").await.0;
+    assert_eq!((old, client, reload("sk-2").await.0), (401, 403, 200));
+}
+
+// ---- the binary's outputs ----
 
 #[test]
 fn what_cannot_be_ends_the_start_with_code_2_and_shows_no_key() {

@@ -4,11 +4,11 @@
 use std::sync::Arc;
 
 use axum::Router;
-use axum::body::Body;
+use axum::body::{Body, HttpBody};
 use axum::extract::{Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::Response;
-use http::{HeaderMap, header};
+use http::{HeaderMap, StatusCode, header};
 use http_body_util::Limited;
 
 use super::{Plane, admin, reply};
@@ -45,6 +45,13 @@ async fn guard(State(plane): State<Arc<Plane>>, request: Request, next: Next) ->
     }
     // As a core limits it; axum's own limit would not follow the configuration.
     let limit = config.admin_body_bytes_max;
+    if request.body().size_hint().lower() > limit as u64 {
+        return reply::error(
+            StatusCode::PAYLOAD_TOO_LARGE,
+            "request_too_large",
+            &format!("the body is larger than {limit} bytes"),
+        );
+    }
     let request = request.map(|body| Body::new(Limited::new(body, limit)));
     next.run(request).await
 }
