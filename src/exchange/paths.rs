@@ -1,6 +1,6 @@
 //! Which requests on a data port belong to the control plane. Pure; called by the cores for every request.
 //!
-//! Which of them need a key, and which are not served here where the admin has a port, `crate::access` and [`super::entry`]
+//! Which of them need a key, and which are not served here where the admin has a port, `crate::access` and `super::entry`
 //! say.
 
 /// Longest of the fixed paths below.
