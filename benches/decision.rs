@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use corelane::route::{
-    BLOCK_BYTES, Batches, Candidates, Decision, Fields, KeySeed, Reason, Rng, Settings,
+    BLOCK_BYTES, Batches, Candidates, Decision, Fields, Key, KeySeed, Reason, Rng, Settings,
     TreePrefixes, Turn, chain, decide, lessons, scan,
 };
 use corelane::shared::Route;
@@ -266,7 +266,7 @@ impl World {
         } = self;
         decide(
             settings,
-            Some((&prefixes, length)),
+            Key::Prefix(&prefixes, length),
             candidates,
             &[],
             *books,

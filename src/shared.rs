@@ -5,19 +5,23 @@
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use ahash::AHashMap;
 use crossbeam::queue::SegQueue;
 use shards::{
-    Addresses, Books, Counter, Domain, Doorbell, Gate, Gauge, Histogram, Published, Slot, Tree,
-    WorkerId,
+    Addresses, Books, Counter, Domain, Doorbell, Gate, Gauge, Histogram, Published, Sessions, Slot,
+    Tree, WorkerId,
 };
 
 use crate::access_log::AccessLog;
 use crate::config::Config;
-use crate::route::{Candidates, Reason, Role, Whole};
+use crate::route::{Candidates, PolicyKind, Reason, Role, Whole, name_of};
+
+/// Sessions that can be bound to workers at a time (8 MiB); beyond it those that were not used for longest are let go.
+pub const SESSION_COUNT_MAX: usize = 1 << 20;
 
 /// How a MoRI-IO engine says blocks go over: fetched by decode, or written by prefill while it computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,6 +114,7 @@ impl Pool {
         workers: &[&Worker],
         exceptions: &Exceptions,
         known_models: &ahash::AHashSet<Arc<str>>,
+        has_rings: bool,
     ) -> Pool {
         let has = |slot: Slot| workers.iter().any(|worker| worker.id.slot == slot);
         let trials = exceptions.trials.iter().filter(|trial| has(trial.slot));
@@ -118,18 +123,26 @@ impl Pool {
         let (out, workers): (Vec<&Worker>, Vec<&Worker>) = workers
             .iter()
             .partition(|worker| exceptions.out.contains(&worker.id.slot));
-        let slots_of = |serves: &dyn Fn(&Worker) -> bool| -> Candidates {
+        let of = |serves: &dyn Fn(&Worker) -> bool| -> Candidates {
             let serving = workers.iter().filter(|w| w.models.is_empty() || serves(w));
-            serving.map(|w| w.id.slot).collect()
+            serving.map(|w| (w.id.slot, name_of(&w.url))).collect()
+        };
+        let any = match has_rings {
+            true => of(&|_| true).with_ring(),
+            false => of(&|_| true),
+        };
+        let slots_of = |serves: &dyn Fn(&Worker) -> bool| match has_rings {
+            true => of(serves).with_ring_of(&any),
+            false => of(serves),
         };
         let by_model = known_models.iter().map(|model| {
             let serving = slots_of(&|w: &Worker| w.models.contains(model));
             (model.clone(), serving)
         });
         Pool {
-            any: slots_of(&|_| true),
             by_model: by_model.collect(),
             of_unknown_models: slots_of(&|_| false),
+            any,
             trials,
             easing,
             spare: out.iter().map(|worker| worker.id.slot).collect(),
@@ -154,11 +167,13 @@ pub struct Fleet {
 
 impl Fleet {
     /// Makes a fleet of its eligible workers; `known_models` and `registered_count` are about all registered ones.
+    /// `has_rings`: by role, whether its policy walks a ring.
     pub fn new(
         eligible: Vec<Worker>,
         exceptions: &Exceptions,
         known_models: ahash::AHashSet<Arc<str>>,
         registered_count: usize,
+        has_rings: [bool; 3],
     ) -> Fleet {
         let index_of = eligible
             .iter()
@@ -167,7 +182,12 @@ impl Fleet {
             .collect();
         let pools = Role::ALL.map(|role| {
             let workers: Vec<&Worker> = eligible.iter().filter(|w| w.role == role).collect();
-            Pool::new(&workers, exceptions, &known_models)
+            Pool::new(
+                &workers,
+                exceptions,
+                &known_models,
+                has_rings[role as usize],
+            )
         });
         Fleet {
             eligible,
@@ -176,6 +196,23 @@ impl Fleet {
             known_models,
             registered_count,
         }
+    }
+
+    /// What a session is bound by: each role has a worker of its own for it, and so has each model, where workers differ in
+    /// what they serve.
+    pub fn binding(&self, session: u64, role: Role, model: Option<&str>) -> u64 {
+        let known = model.filter(|model| self.known_models.contains(*model));
+        binding(session, role, known)
+    }
+
+    /// All that a session may be bound by.
+    pub fn bindings(&self, session: u64) -> impl Iterator<Item = u64> {
+        let models = || {
+            let known = self.known_models.iter().map(|model| Some(&**model));
+            known.chain([None])
+        };
+        let roles = Role::ALL.into_iter();
+        roles.flat_map(move |role| models().map(move |model| binding(session, role, model)))
     }
 
     /// The eligible workers of a role.
@@ -189,6 +226,14 @@ impl Fleet {
             .get(&slot)
             .map(|i| &self.eligible[usize::from(*i)])
     }
+}
+
+fn binding(session: u64, role: Role, model: Option<&str>) -> u64 {
+    // SplitMix64's step for the role; the hash of no model is 0.
+    let role = (role as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mixed = session ^ role ^ model.map_or(0, name_of);
+    let mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed ^ (mixed >> 31)
 }
 
 /// What the control thread (or another core) tells a core.
@@ -730,6 +775,10 @@ pub struct Shared {
     pub domain: Arc<Domain>,
     /// The fleet snapshot.
     pub fleet: Arc<Published<Fleet>>,
+    /// Which worker each session is bound to. Not there before a policy has asked for it.
+    pub sessions: OnceLock<Sessions>,
+    /// What sessions' seconds are counted from.
+    pub started: Instant,
     /// By core.
     pub cores: Box<[CoreShared]>,
     /// Where cores hand admin requests over. Bounded: full means 503.
@@ -754,8 +803,28 @@ impl Shared {
             .clone()
     }
 
+    /// The sessions, if the configuration has a policy that binds them. Never freed: a reload may bring that policy back.
+    pub fn make_sessions(&self, config: &Config) {
+        let mut roles = config.needed_roles().iter();
+        let is_sticky =
+            |role: &Role| config.settings_of(*role).policy == PolicyKind::StickyLeastLoaded;
+        if roles.any(is_sticky) {
+            self.sessions
+                .get_or_init(|| Sessions::new(SESSION_COUNT_MAX));
+        }
+    }
+
+    /// The second by which sessions grow old.
+    pub fn session_time(&self, config: &Config) -> shards::Now {
+        shards::Now {
+            secs: self.started.elapsed().as_secs() as u32,
+            ttl_secs: config.session_ttl_secs,
+        }
+    }
+
     /// Replaces it, here and in the cores. Nothing that runs is touched: limits count from their next use.
     pub fn configure(&self, config: Arc<Config>) {
+        self.make_sessions(&config);
         *self
             .config
             .lock()

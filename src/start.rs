@@ -147,6 +147,8 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         tree,
         domain: domain.clone(),
         fleet,
+        sessions: Default::default(),
+        started: std::time::Instant::now(),
         cores,
         admin,
         failure_bell: Default::default(),
@@ -154,6 +156,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         access_log: access_log.as_ref().map(|(log, _)| log.clone()),
         draining: AtomicBool::new(false),
     });
+    shared.make_sessions(&shared.config());
     let control = control::start(shared.clone(), publisher, admin_rx, side).map_err(machine)?;
     let mut router = Router {
         address,

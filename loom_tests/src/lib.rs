@@ -29,6 +29,7 @@ mod models {
     mod incarnations_stay_apart;
     mod mailbox_keeps_order;
     mod publish_gives_whole_values;
+    mod sessions_agree;
     mod trace;
 
     /// Checks a model with a preemption bound of 2 unless the environment says otherwise.

@@ -13,6 +13,7 @@
 //! | `doorbell` | "is the owner asleep?" | owner and senders | senders |
 //! | `counters` | counters, gauges, histograms | one core | anyone |
 //! | `tree` | which worker holds which prefix | each shard its owner | any core |
+//! | `sessions` | which worker a session is bound to | any core | any core |
 //!
 //! # All atomics
 //!
@@ -43,6 +44,8 @@
 //! | `View::newest` | own shard | any core | R | (a hint) | (none) |
 //! | `Entry::key` | own shard | any core | fill L; erase R; find A, second look R | S1, S2 | `find_under_insert`, `find_under_eviction`, `find_under_moves` |
 //! | `Entry::value` | own shard | any core | store L; load A | S1, S2 | `find_under_set_replacement`, `find_under_eviction` |
+//! | `Sessions::words` | any core | any core | R; a SeqCst fence between a binding and the look after it | N1, N2 | `sessions_agree` |
+//! | `Sessions::counts` | any core | any core | R | N3 | `sessions_agree` |
 //! | bitmap words | own shard | any core | R | H1 | `find_under_set_replacement` |
 #![deny(missing_docs)]
 
@@ -55,6 +58,7 @@ mod ids;
 mod load;
 mod mailbox;
 mod publish;
+mod sessions;
 mod sync;
 #[cfg(all(test, not(loom)))]
 mod testing;
@@ -69,4 +73,5 @@ pub use ids::{PrefixHash, SLOT_COUNT_MAX, Slot, WorkerId};
 pub use load::{Books, Load, LoadGuard};
 pub use mailbox::{Receiver, Sender, mailbox};
 pub use publish::{Published, Publisher, published};
+pub use sessions::{Now, Sessions};
 pub use tree::{Lesson, Match, Shard, Tree, TreeLimits, split_by_owner, tree};

@@ -236,6 +236,28 @@ pub struct PolicyArgs {
     #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
     #[arg(env = "CORELANE_COMMON_PREFIX_THRESHOLD", hide_env = true)]
     pub common_prefix_threshold: f64,
+    /// consistent_hash, rendezvous_hash: a worker that has more than this many times its even share of the requests gives
+    /// further ones to the next on the ring (by weight), at least 1; 0: load is not looked at
+    #[arg(long, default_value_t = 0.0, value_name = "FACTOR")]
+    #[arg(value_parser = parse::factor_or_off, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_HASH_BALANCE_FACTOR", hide_env = true)]
+    pub hash_balance_factor: f64,
+    /// prefix_hash: tokens of the prompt's begin that are hashed, four bytes each
+    #[arg(long, default_value_t = 256, value_name = "TOKENS")]
+    #[arg(value_parser = value_parser!(u32).range(1..=1_048_576), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_PREFIX_TOKEN_COUNT", hide_env = true)]
+    pub prefix_token_count: u32,
+    /// prefix_hash: --hash-balance-factor of this policy
+    #[arg(long, default_value_t = 1.25, value_name = "FACTOR")]
+    #[arg(value_parser = parse::factor_or_off, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_PREFIX_HASH_LOAD_FACTOR", hide_env = true)]
+    pub prefix_hash_load_factor: f64,
+    /// sticky_least_loaded: a session that was not used for so long is over (default: what the environment variable
+    /// VLLM_ROUTER_SLL_SESSION_EXPIRATION_IN_S says, else 7200)
+    #[arg(long, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u32).range(1..=4_000_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_STICKY_SESSION_TTL_SECS", hide_env = true)]
+    pub sticky_session_ttl_secs: Option<u32>,
     /// Accepted for compatibility and without effect: old prefixes are evicted continuously here
     #[arg(long, default_value_t = 120, value_name = "SECONDS")]
     #[arg(value_parser = value_parser!(u64).range(1..), allow_negative_numbers = true)]
@@ -312,6 +334,11 @@ pub struct PdArgs {
     #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
     #[arg(env = "CORELANE_PREFILL_COMMON_PREFIX_THRESHOLD", hide_env = true)]
     pub prefill_common_prefix_threshold: Option<f64>,
+    /// --hash-balance-factor of the prefill workers
+    #[arg(long, value_name = "FACTOR")]
+    #[arg(value_parser = parse::factor_or_off, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_PREFILL_HASH_BALANCE_FACTOR", hide_env = true)]
+    pub prefill_hash_balance_factor: Option<f64>,
     /// --cache-threshold of the decode workers
     #[arg(long, value_name = "RATIO")]
     #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
@@ -331,6 +358,11 @@ pub struct PdArgs {
     #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
     #[arg(env = "CORELANE_DECODE_COMMON_PREFIX_THRESHOLD", hide_env = true)]
     pub decode_common_prefix_threshold: Option<f64>,
+    /// --hash-balance-factor of the decode workers
+    #[arg(long, value_name = "FACTOR")]
+    #[arg(value_parser = parse::factor_or_off, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_DECODE_HASH_BALANCE_FACTOR", hide_env = true)]
+    pub decode_hash_balance_factor: Option<f64>,
     /// How the engines hand KV blocks over
     #[arg(long, default_value = "nixl", value_name = "NAME")]
     #[arg(value_parser = connector_parser())]

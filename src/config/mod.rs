@@ -36,7 +36,7 @@ pub use worker_url::{WorkerUrl, WorkerUrlError};
 
 use crate::access::Access;
 use crate::access_log::Format;
-use crate::route::{Role, Settings};
+use crate::route::{Role, Settings, TOKEN_BYTES};
 
 /// Most workers that can be registered at a time; half of the books' slots, so that as many old incarnations may drain.
 pub const WORKER_COUNT_MAX: usize = shards::SLOT_COUNT_MAX / 2;
@@ -171,6 +171,8 @@ pub struct Config {
     pub settings: Settings,
     /// Prefill/decode disaggregation, if it is on.
     pub pd: Option<PdConfig>,
+    /// Idle seconds after which a session of `sticky_least_loaded` is over.
+    pub session_ttl_secs: u32,
     /// Prompt bytes remembered per worker.
     pub tree_bytes_per_worker_max: u64,
     /// Memory of the prefix tree, all shards together, in bytes.
@@ -301,6 +303,9 @@ impl Config {
             balance_abs_threshold: policy.balance_abs_threshold,
             balance_rel_threshold: policy.balance_rel_threshold,
             common_prefix_threshold: policy.common_prefix_threshold,
+            hash_balance_factor: policy.hash_balance_factor,
+            prefix_hash_load_factor: policy.prefix_hash_load_factor,
+            prefix_hash_bytes: policy.prefix_token_count as usize * TOKEN_BYTES,
         };
         let workers = pd::workers(
             &listener.worker_urls,
@@ -345,6 +350,9 @@ impl Config {
             is_metrics_open: keys.prometheus_open,
             settings,
             pd,
+            session_ttl_secs: policy
+                .sticky_session_ttl_secs
+                .map_or_else(session_ttl_secs, Ok)?,
             tree_bytes_per_worker_max: policy.max_tree_size,
             prefix_memory_bytes_max: size("prefix-memory-bytes", policy.prefix_memory_bytes)?,
             prefix_hash_seed: policy.prefix_hash_seed,
@@ -446,6 +454,7 @@ impl Config {
             shown.extend(self.standing.public_json());
             shown.extend(self.admission_json());
             shown.extend(self.keys_json());
+            shown.extend(self.hashing_json());
             if let Some(pd) = &self.pd {
                 shown.insert("pd".to_owned(), pd.public_json());
             }
@@ -494,6 +503,24 @@ impl Config {
             ("admin_api_key_set", self.access.admin.is_some().into()),
             ("admin", admin.into()),
             ("prometheus_open", self.is_metrics_open.into()),
+        ]
+        .into_iter()
+        .map(|(name, value): (&str, serde_json::Value)| (name.to_owned(), value))
+    }
+
+    fn hashing_json(&self) -> impl Iterator<Item = (String, serde_json::Value)> {
+        let settings = &self.settings;
+        [
+            ("hash_balance_factor", settings.hash_balance_factor.into()),
+            (
+                "prefix_token_count",
+                (settings.prefix_hash_bytes / TOKEN_BYTES).into(),
+            ),
+            (
+                "prefix_hash_load_factor",
+                settings.prefix_hash_load_factor.into(),
+            ),
+            ("sticky_session_ttl_secs", self.session_ttl_secs.into()),
         ]
         .into_iter()
         .map(|(name, value): (&str, serde_json::Value)| (name.to_owned(), value))
@@ -637,6 +664,22 @@ fn core_count(wanted: Option<u16>) -> Result<usize, ConfigError> {
             })
         }
     }
+}
+
+/// vllm-router's setting for what is over, and its default.
+fn session_ttl_secs() -> Result<u32, ConfigError> {
+    const NAME: &str = "VLLM_ROUTER_SLL_SESSION_EXPIRATION_IN_S";
+    let Ok(text) = std::env::var(NAME) else {
+        return Ok(7200);
+    };
+    let secs = text
+        .parse()
+        .ok()
+        .filter(|secs| (1..=4_000_000).contains(secs));
+    secs.ok_or_else(|| ConfigError {
+        flag: "sticky-session-ttl-secs",
+        reason: format!("{NAME} says '{text}', not a number of seconds from 1 to 4000000"),
+    })
 }
 
 fn header_names(texts: &[String]) -> Result<Vec<String>, ConfigError> {

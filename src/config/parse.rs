@@ -20,6 +20,15 @@ pub fn factor(text: &str) -> Result<f64, String> {
     }
 }
 
+/// A factor, at least 1 and finite, or 0 for none.
+pub fn factor_or_off(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(0.0) => Ok(0.0),
+        _ => factor(text)
+            .map_err(|why| format!("{why}, or 0 (a worker below its even share is never full)")),
+    }
+}
+
 /// Entries of a provided-buffer ring: a power of two, at most 32,768 (io_uring_register_buf_ring(3)).
 pub fn buffer_count(text: &str) -> Result<u16, String> {
     match text.parse::<u16>() {
@@ -69,6 +78,13 @@ mod tests {
             assert!(ratio(good).is_ok(), "{good}");
         }
         assert_eq!(factor("1"), Ok(1.0));
+        for bad in ["0.5", "nan", "-1", "inf", "", "off"] {
+            assert!(factor_or_off(bad).is_err(), "{bad}");
+        }
+        assert_eq!(
+            ["0", "0.0", "1", "1.25"].map(factor_or_off),
+            [0.0, 0.0, 1.0, 1.25].map(Ok)
+        );
     }
 
     #[test]

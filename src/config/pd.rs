@@ -108,6 +108,7 @@ impl PdConfig {
                 balance_abs_threshold: args.prefill_balance_abs_threshold,
                 balance_rel_threshold: args.prefill_balance_rel_threshold,
                 common_prefix_threshold: args.prefill_common_prefix_threshold,
+                hash_balance_factor: args.prefill_hash_balance_factor,
             }
             .or(shared),
             decode: RoleFlags {
@@ -116,6 +117,7 @@ impl PdConfig {
                 balance_abs_threshold: args.decode_balance_abs_threshold,
                 balance_rel_threshold: args.decode_balance_rel_threshold,
                 common_prefix_threshold: args.decode_common_prefix_threshold,
+                hash_balance_factor: args.decode_hash_balance_factor,
             }
             .or(shared),
             discovery_address: args.vllm_discovery_address.clone(),
@@ -135,6 +137,7 @@ impl PdConfig {
                 "balance_abs_threshold": settings.balance_abs_threshold,
                 "balance_rel_threshold": settings.balance_rel_threshold,
                 "common_prefix_threshold": settings.common_prefix_threshold,
+                "hash_balance_factor": settings.hash_balance_factor,
             })
         };
         serde_json::json!({
@@ -165,6 +168,7 @@ struct RoleFlags {
     balance_abs_threshold: Option<u32>,
     balance_rel_threshold: Option<f64>,
     common_prefix_threshold: Option<f64>,
+    hash_balance_factor: Option<f64>,
 }
 
 impl RoleFlags {
@@ -182,6 +186,8 @@ impl RoleFlags {
             common_prefix_threshold: self
                 .common_prefix_threshold
                 .unwrap_or(all.common_prefix_threshold),
+            hash_balance_factor: self.hash_balance_factor.unwrap_or(all.hash_balance_factor),
+            ..all
         }
     }
 }

@@ -21,7 +21,7 @@ use super::probe::Target;
 use super::registry::{AddError, Entry, Key, Rank, Registry};
 use super::{Plane, models, probe, reload as reloading, reply};
 use crate::config::{WorkerSpec, WorkerUrl};
-use crate::route::Role;
+use crate::route::{KeySeed, Role, session_hash_of};
 use crate::shared::{AdminReply, AdminRequest, ToCore};
 
 /// Longest time a request to add a worker is held. The worker goes on being probed behind it, up to
@@ -136,6 +136,7 @@ pub(super) fn router(plane: Arc<Plane>) -> Router {
         .route("/workers/{url}", get(worker).delete(delete_worker))
         .route("/get_loads", get(loads))
         .route("/flush_cache", post(flush_cache))
+        .route("/finish_session", post(finish_session))
         .route("/reload", post(reload))
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
@@ -680,6 +681,36 @@ async fn loads(State(plane): Plain) -> Response {
 
 /// Forgets all prefixes, and asks the workers to do the same: vLLM's `/reset_prefix_cache` (served only in its
 /// development mode, so a refusal is normal).
+#[derive(Deserialize)]
+struct SessionQuery {
+    session_id: Option<String>,
+}
+
+/// Ends a session of `sticky_least_loaded`, for every role and model. Like vllm-router's always 200; `released` is ours.
+async fn finish_session(State(plane): Plain, query: QueryOf<SessionQuery>) -> Response {
+    let Ok(Query(SessionQuery {
+        session_id: Some(session),
+    })) = query
+    else {
+        return reply::error(
+            StatusCode::BAD_REQUEST,
+            "missing_session_id",
+            "the query parameter session_id is missing",
+        );
+    };
+    let config = plane.shared.config();
+    let hash = session_hash_of(KeySeed(config.prefix_hash_seed), &session);
+    let mut is_released = false;
+    if let Some(sessions) = plane.shared.sessions.get() {
+        let bindings = plane.registry().session_bindings(hash);
+        for binding in bindings {
+            is_released |= sessions.end(binding);
+        }
+    }
+    let body = json!({"status": "ok", "session_id": session, "released": is_released});
+    reply::json(StatusCode::OK, &body)
+}
+
 async fn flush_cache(State(plane): Plain) -> Response {
     for core in &plane.shared.cores {
         core.post(ToCore::Flush);

@@ -48,6 +48,8 @@ const SWEEP_PAUSE_IDLE: Duration = Duration::from_secs(1);
 const JUDGE_PAUSE: Duration = Duration::from_millis(2);
 /// How often it is looked at what the workers do.
 const JUDGE_INTERVAL: Duration = Duration::from_millis(250);
+/// Each time a part of the sessions is looked through for those that are over: all of them within a minute.
+const SESSION_PARTS: usize = 240;
 
 /// What the tasks of the control thread share.
 pub(crate) struct Plane {
@@ -344,6 +346,7 @@ async fn run(
     let mut changes = plane.changes.subscribe();
     let mut drain_rate = admission::DrainRate::default();
     let mut judged = tokio::time::Instant::now();
+    let mut swept_parts = 0;
     let mut judge_tick = tokio::time::interval(JUDGE_INTERVAL);
     judge_tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -377,6 +380,11 @@ async fn run(
                 plane.judge();
                 drain_rate.tell(&plane.shared, now.saturating_duration_since(judged));
                 judged = now;
+                if let Some(sessions) = plane.shared.sessions.get() {
+                    let now = plane.shared.session_time(&plane.shared.config());
+                    sessions.sweep(swept_parts % SESSION_PARTS, SESSION_PARTS, now);
+                    swept_parts += 1;
+                }
             }
             () = plane.shared.failure_bell.notified() => {
                 plane.judge();

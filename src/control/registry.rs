@@ -318,6 +318,8 @@ pub struct Registry {
     next_key: u64,
     standings: Standings<WorkerId>,
     started: Instant,
+    /// By role: its policy walks a ring.
+    has_rings: [bool; 3],
 }
 
 impl Registry {
@@ -339,6 +341,7 @@ impl Registry {
             next_key: 0,
             standings: Standings::new(shared.config().standing, shared.config().health.interval),
             started: Instant::now(),
+            has_rings: reload::rings(&shared.config()),
             shared,
         }
     }
@@ -381,6 +384,11 @@ impl Registry {
     /// Registered workers.
     pub fn worker_count(&self) -> usize {
         self.entries.iter().map(|entry| entry.ranks.len()).sum()
+    }
+
+    /// All that a session may be bound by, as the cores see the fleet.
+    pub fn session_bindings(&self, session: u64) -> Vec<u64> {
+        self.publisher.current().bindings(session).collect()
     }
 
     /// Workers that may get new requests.
@@ -762,6 +770,9 @@ impl Registry {
                     continue;
                 }
                 life.forgotten = vec![false; self.shared.cores.len()];
+                if let Some(sessions) = self.shared.sessions.get() {
+                    sessions.forget(life.id.slot);
+                }
                 for core in &self.shared.cores {
                     core.post(ToCore::Purge(life.id.slot));
                 }
@@ -1057,6 +1068,7 @@ impl Registry {
             &self.exceptions(),
             known_models,
             self.worker_count(),
+            self.has_rings,
         ));
         self.publisher.reclaim();
         self.shared.rouse(None);

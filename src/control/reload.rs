@@ -234,8 +234,9 @@ async fn attempt(plane: &Arc<Plane>, origin: &Origin) -> Result<Report, Refusal>
     *keys = new_keys;
     drop(keys);
     let config = Arc::new(config);
-    plane.shared.configure(config.clone());
+    // The rings first: a core with a new policy shall find them.
     plane.registry().configure(&config);
+    plane.shared.configure(config.clone());
     let (added, removed) = change_workers(plane, plan);
     let report = Report {
         changed,

@@ -74,6 +74,8 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
         tree,
         domain,
         fleet,
+        sessions: Default::default(),
+        started: std::time::Instant::now(),
         cores: (0..core_count)
             .map(|_| CoreShared::new(slot_count).unwrap())
             .collect(),
@@ -85,6 +87,7 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
         access_log: None,
         draining: AtomicBool::new(false),
     });
+    shared.make_sessions(&shared.config());
     Parts {
         shared,
         publisher: Some(publisher),

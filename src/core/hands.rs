@@ -13,7 +13,7 @@ use crate::exchange::{
     Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
 };
 use crate::ring::{Lease, Token};
-use crate::route::{self, Candidates, PolicyKind, Role, TreePrefixes};
+use crate::route::{self, Candidates, Home, Key, PolicyKind, Role, TreePrefixes};
 use crate::shared::{AdminRequest, Fleet, Outcome, Route, Worker};
 
 /// How long a core leaves a worker alone that it could not reach; the control thread judges it meanwhile.
@@ -25,6 +25,17 @@ const BUSY_NS: u64 = 50_000_000;
 const BUSY_NS_MAX: u64 = 10_000_000_000;
 /// A core tries a worker that is out no more often than this.
 const TRIAL_PAUSE_NS: u64 = 250_000_000;
+
+/// What a request is recognised by.
+#[derive(Clone, Copy, Default)]
+struct Known {
+    /// Length of the prompt whose chain the core has, under a policy that looks at it.
+    length: Option<u64>,
+    /// Its session, or its prompt's begin, under a policy that hashes.
+    hash: Option<u64>,
+    /// Whose the session is, under a policy that binds them.
+    home: Option<Home>,
+}
 
 /// What is true for one turn of the loop.
 #[derive(Clone, Copy)]
@@ -91,27 +102,33 @@ impl Hands<'_, '_> {
 
     /// A seat on a worker that is out: better than none for a request that all others have failed.
     #[cold]
-    fn take_spare(&mut self, ask: &Ask<'_>) -> Option<Seat> {
+    fn take_spare(&mut self, ask: &Ask<'_>, hash: Option<u64>) -> Option<Seat> {
         let fleet = self.turn.fleet;
         let spare = fleet.pool(ask.role).spare.slots().iter();
         let serving: Candidates = spare
             .filter_map(|slot| fleet.worker(*slot))
             .filter(|worker| serves(worker, ask.model))
-            .map(|worker| worker.id.slot)
+            .map(|worker| (worker.id.slot, route::name_of(&worker.url)))
             .collect();
-        self.take_seat(ask, ask.tried, &serving, None)
+        let known = Known {
+            hash,
+            ..Known::default()
+        };
+        self.take_seat(ask, ask.tried, &serving, known)
     }
 
     /// Who is better left out this time: those already tried, those that were unreachable or busy just now, and, for their
-    /// part of the requests, those that have just come back.
-    fn avoided(&mut self, ask: &Ask<'_>) -> Vec<Slot> {
+    /// part of the requests (of the sessions, where these are known), those that have just come back.
+    fn avoided(&mut self, ask: &Ask<'_>, hash: Option<u64>) -> Vec<Slot> {
         let now_ns = self.turn.now_ns;
         let core = &mut *self.core;
         core.shunned.retain(|(_, until_ns)| *until_ns > now_ns);
         let mut avoided = ask.tried.to_vec();
         avoided.extend(core.shunned.iter().map(|(slot, _)| *slot));
         for (slot, percent) in &self.turn.fleet.pool(ask.role).easing {
-            if core.random() % 100 >= u64::from(*percent) {
+            // By bits that chose neither a point on the ring nor a bucket of sessions.
+            let lot = hash.map_or_else(|| core.random(), |hash| hash >> 16 & 0xffff);
+            if lot % 100 >= u64::from(*percent) {
                 avoided.push(*slot);
             }
         }
@@ -131,6 +148,69 @@ impl Hands<'_, '_> {
             && left().all(|slot| books.in_flight(*slot) >= below)
     }
 
+    /// The length of the prompt, and its chain in the core, if the policy wants it.
+    fn length(&mut self, ask: &Ask<'_>) -> Option<u64> {
+        let core = &mut *self.core;
+        if !ask.is_same_prompt {
+            core.chain.clear();
+            core.chain_length = None;
+        }
+        if core.config.settings_of(ask.role).policy != PolicyKind::CacheAware {
+            return None;
+        }
+        if core.chain_length.is_none()
+            && let Some((body, fields)) = ask.key
+        {
+            core.chain_length = route::chain(core.seed, ask.route, body, fields, &mut core.chain);
+        }
+        core.chain_length
+    }
+
+    /// What the policy hashes, if it does.
+    fn hash(&self, ask: &Ask<'_>) -> Option<u64> {
+        let settings = self.core.config.settings_of(ask.role);
+        let seed = self.core.seed;
+        match settings.policy {
+            policy if policy.uses_session() => route::session_hash(seed, ask.head, ask.key),
+            PolicyKind::PrefixHash => {
+                let (body, fields) = ask.key?;
+                route::prefix_hash(seed, ask.route, body, fields, settings.prefix_hash_bytes)
+            }
+            _ => None,
+        }
+    }
+
+    /// The worker that the session is bound to, if the policy binds sessions. One that is new, or whose worker is no
+    /// candidate any more, is bound now.
+    fn home(
+        &mut self,
+        ask: &Ask<'_>,
+        hash: Option<u64>,
+        exclude: &[Slot],
+        candidates: &Candidates,
+    ) -> Option<Home> {
+        let core = &mut *self.core;
+        if core.config.settings_of(ask.role).policy != PolicyKind::StickyLeastLoaded {
+            return None;
+        }
+        let sessions = core.shared.sessions.get()?;
+        let key = self.turn.fleet.binding(hash?, ask.role, ask.model);
+        let now = core.shared.session_time(&core.config);
+        let bound = sessions.find(key, now);
+        let home = |slot, is_new| Some(Home { slot, is_new });
+        if let Some(slot) = bound.filter(|slot| candidates.contains(*slot)) {
+            return home(slot, false);
+        }
+        let below = core.config.worker_request_count_max;
+        let books = core.shared.books;
+        let has_room = |slot: Slot| !exclude.contains(&slot) && books.in_flight(slot) < below;
+        let rng = &mut core.policies[ask.role as usize].rng;
+        let wanted = route::home_for_new(candidates, sessions, books, has_room, rng)?;
+        // Another core may have been faster.
+        let slot = sessions.bind(key, wanted, bound, now);
+        home(slot, slot == wanted)
+    }
+
     /// Takes a seat: the choice and its count in one step. When the seat was taken meanwhile, the choice is made anew.
     /// `exclude`: who is out of the question.
     fn take_seat(
@@ -138,9 +218,10 @@ impl Hands<'_, '_> {
         ask: &Ask<'_>,
         exclude: &[Slot],
         candidates: &Candidates,
-        length: Option<u64>,
+        known: Known,
     ) -> Option<Seat> {
         const ATTEMPTS: u32 = 4;
+        let length = known.length;
         let Core {
             shared,
             config,
@@ -168,7 +249,21 @@ impl Hands<'_, '_> {
         for attempt in 0..ATTEMPTS {
             let decision = route::decide(
                 config.settings_of(ask.role),
-                length.map(|length| (&prefixes, length)),
+                match known {
+                    Known {
+                        length: Some(length),
+                        ..
+                    } => Key::Prefix(&prefixes, length),
+                    Known {
+                        hash: Some(hash),
+                        home: Some(home),
+                        ..
+                    } => Key::Session(hash, home),
+                    Known {
+                        hash: Some(hash), ..
+                    } => Key::Hash(hash),
+                    _ => Key::None,
+                },
                 candidates,
                 if closed.is_empty() { exclude } else { &closed },
                 shared.books,
@@ -372,37 +467,34 @@ impl World for Hands<'_, '_> {
         }
         let candidates = match candidates(fleet, ask.role, ask.model) {
             Ok(candidates) => candidates,
-            Err(why) => return self.take_spare(&ask).ok_or(why),
+            Err(why) => {
+                let hash = self.hash(&ask);
+                return self.take_spare(&ask, hash).ok_or(why);
+            }
         };
-        let core = &mut *self.core;
-        if !ask.is_same_prompt {
-            core.chain.clear();
-            core.chain_length = None;
-        }
-        let policy = core.config.settings_of(ask.role).policy;
-        let needs_chain = policy == PolicyKind::CacheAware;
-        if needs_chain
-            && core.chain_length.is_none()
-            && let Some((body, fields)) = ask.key
-        {
-            core.chain_length = route::chain(core.seed, ask.route, body, fields, &mut core.chain);
-        }
-        let length = core.chain_length.filter(|_| needs_chain);
+        let mut known = Known {
+            length: self.length(&ask),
+            hash: self.hash(&ask),
+            home: None,
+        };
+        let length = known.length;
         let seat = match self.try_worker(&ask) {
             Some(seat) => Some(seat),
             None if self.core.shunned.is_empty() && fleet.pool(ask.role).easing.is_empty() => {
-                self.take_seat(&ask, ask.tried, candidates, length)
+                known.home = self.home(&ask, known.hash, ask.tried, candidates);
+                self.take_seat(&ask, ask.tried, candidates, known)
             }
             None => {
-                let exclude = self.avoided(&ask);
-                self.take_seat(&ask, &exclude, candidates, length)
-                    .or_else(|| self.take_seat(&ask, ask.tried, candidates, length))
+                let exclude = self.avoided(&ask, known.hash);
+                known.home = self.home(&ask, known.hash, &exclude, candidates);
+                self.take_seat(&ask, &exclude, candidates, known)
+                    .or_else(|| self.take_seat(&ask, ask.tried, candidates, known))
             }
         };
         let is_full = seat.is_none() && self.has_only_full_left(&ask, candidates);
         let seat = match is_full {
             true => None,
-            false => seat.or_else(|| self.take_spare(&ask)),
+            false => seat.or_else(|| self.take_spare(&ask, known.hash)),
         };
         let Some(seat) = seat else {
             return Err(if is_full {

@@ -104,8 +104,9 @@ struct Exchange {
     request: Request,
     /// `[gap][forwarded fields CRLF][body]`; the gap takes the start of the message once the worker is known.
     message: Vec<u8>,
-    /// Where the forwarded fields begin, and the body.
+    /// Where the forwarded fields begin, those of ours behind the client's, and the body.
     fields_at: usize,
+    own_fields_at: usize,
     body_at: usize,
     /// `message` is in the hands of the ring.
     message_is_out: bool,
@@ -734,6 +735,7 @@ impl Session {
             Endpoint::Admin => Route::Admin,
             Endpoint::WrongMethod | Endpoint::Other => Route::Other,
         };
+        let own_fields_at = message.len();
         let mut request_id = Vec::new();
         match &request.request_id {
             Some(range) => request_id.extend_from_slice(&message[range.clone()]),
@@ -769,6 +771,7 @@ impl Session {
             endpoint,
             route,
             fields_at,
+            own_fields_at,
             body_at: message.len(),
             message,
             message_is_out: false,
@@ -1570,6 +1573,8 @@ fn take_seat<W: World>(
         route: exchange.route,
         role: exchange.role,
         is_same_prompt,
+        // Ours say nothing of the client: a request id that we made up is new each time.
+        head: &exchange.message[exchange.fields_at..exchange.own_fields_at],
         key: exchange.fields.as_ref().map(|f| (body, f)),
         model: model.as_deref(),
         prompt_bytes: body.len() as u64,

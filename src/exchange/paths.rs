@@ -29,7 +29,7 @@ pub fn is_admin_path(path: &str) -> bool {
                 || (path.starts_with(WORKER_PREFIX) && path.len() > WORKER_PREFIX.len())
         }
         Some(b'g') => matches!(path, "/get_loads" | "/get_server_info" | "/get_model_info"),
-        Some(b'f') => path == "/flush_cache",
+        Some(b'f') => matches!(path, "/flush_cache" | "/finish_session"),
         _ => false,
     }
 }
@@ -55,6 +55,7 @@ mod tests {
             "/workers/x",
             "/get_loads",
             "/flush_cache",
+            "/finish_session?session_id=a",
             "/get_server_info",
             "/get_model_info",
             "/add_worker?url=http://a",

@@ -18,6 +18,8 @@ pub struct Ask<'a> {
     pub role: Role,
     /// The key is that of the choice just before this one: what was computed for it holds.
     pub is_same_prompt: bool,
+    /// The header fields that the client sent, each as `name: value CRLF`.
+    pub head: &'a [u8],
     /// Body and its fields, where the request has a key.
     pub key: Option<(&'a [u8], &'a Fields)>,
     /// The model asked for.

@@ -17,7 +17,7 @@
 //! so neither an answer nor a cache entry can pass from one prompt to another here.
 
 use shards::PrefixHash;
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use super::scan::{Field, Fields};
 use crate::shared::Route;
@@ -74,6 +74,30 @@ pub fn chain(
         Prompt::Two(first, then) => blocks_of_two(first, then, &mut add),
     }
     Some(prompt.len().min(HASHED_BYTES_MAX) as u64)
+}
+
+/// The hash of a prompt's first `bytes` bytes, and of what must be equal for anything of it to be reused: the key of
+/// `prefix_hash`. A prompt that is shorter counts whole. `None`: there is no prompt.
+pub fn prefix_hash(
+    seed: KeySeed,
+    route: Route,
+    body: &[u8],
+    fields: &Fields,
+    bytes: usize,
+) -> Option<u64> {
+    let prompt = prompt_of(route, body, fields)?;
+    let mixer = Mixer::new(seed);
+    let root = root(&mixer, route, body, fields);
+    let (first, then) = match prompt {
+        Prompt::One(first) => (first, &[][..]),
+        Prompt::Two(first, then) => (first, then),
+    };
+    let first = &first[..first.len().min(bytes)];
+    let then = &then[..then.len().min(bytes - first.len())];
+    let mut hasher = Xxh3::with_seed(seed.0);
+    hasher.update(first);
+    hasher.update(then);
+    Some(mixer.fold(root, hasher.digest()))
 }
 
 /// What is hashed in blocks: one raw value, or two as if they stood one after the other.

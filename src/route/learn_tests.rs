@@ -6,7 +6,7 @@ use shards::{Domain, Reader, Shard, TreeLimits};
 
 use super::*;
 use crate::route::{
-    Candidates, Decision, Loads, Prefixes, Reason, Rng, Settings, TreePrefixes, Turn,
+    Candidates, Decision, Key, Loads, Prefixes, Reason, Rng, Settings, TreePrefixes, Turn,
     bytes_of_blocks, decide,
 };
 
@@ -237,7 +237,7 @@ impl World {
                 pin: &pin,
                 chain,
             };
-            let key = Some((&prefixes, bytes_of_blocks(chain.len())));
+            let key = Key::Prefix(&prefixes, bytes_of_blocks(chain.len()));
             decide(
                 &Settings::default(),
                 key,

@@ -8,6 +8,7 @@
 use shards::{Books, Match, Pin, PrefixHash, Slot, Tree};
 
 use super::candidates::Candidates;
+use super::hashed::{self, Home};
 use super::key::bytes_of_blocks;
 use super::reason::Reason;
 
@@ -24,16 +25,28 @@ pub enum PolicyKind {
     PowerOfTwo,
     /// The least loaded of all.
     LeastLoaded,
+    /// The worker of the session, on a ring of 160 points a worker.
+    ConsistentHash,
+    /// The worker of the session, by weights.
+    RendezvousHash,
+    /// The worker of the prompt's first bytes, on the ring, with bounded loads (SMG's).
+    PrefixHash,
+    /// The worker that had the fewest sessions when this one began.
+    StickyLeastLoaded,
 }
 
 impl PolicyKind {
     /// All of them.
-    pub const ALL: [PolicyKind; 5] = [
+    pub const ALL: [PolicyKind; 9] = [
         PolicyKind::CacheAware,
         PolicyKind::RoundRobin,
         PolicyKind::Random,
         PolicyKind::PowerOfTwo,
         PolicyKind::LeastLoaded,
+        PolicyKind::ConsistentHash,
+        PolicyKind::RendezvousHash,
+        PolicyKind::PrefixHash,
+        PolicyKind::StickyLeastLoaded,
     ];
 
     /// The word of `--policy` and of metrics; vllm-router's where it has one.
@@ -44,7 +57,24 @@ impl PolicyKind {
             PolicyKind::Random => "random",
             PolicyKind::PowerOfTwo => "power_of_two",
             PolicyKind::LeastLoaded => "least_loaded",
+            PolicyKind::ConsistentHash => "consistent_hash",
+            PolicyKind::RendezvousHash => "rendezvous_hash",
+            PolicyKind::PrefixHash => "prefix_hash",
+            PolicyKind::StickyLeastLoaded => "sticky_least_loaded",
         }
+    }
+
+    /// Whether it wants to know the request's session.
+    pub fn uses_session(self) -> bool {
+        matches!(
+            self,
+            PolicyKind::ConsistentHash | PolicyKind::RendezvousHash | PolicyKind::StickyLeastLoaded
+        )
+    }
+
+    /// Whether its candidates need a ring.
+    pub fn uses_ring(self) -> bool {
+        matches!(self, PolicyKind::ConsistentHash | PolicyKind::PrefixHash)
     }
 
     /// The policy of that name.
@@ -69,10 +99,20 @@ pub struct Settings {
     /// `--common-prefix-threshold`: the share of the prompt that a match ending at a fork has to exceed to count as
     /// this prompt's own. 0: every match counts as its own.
     pub common_prefix_threshold: f64,
+    /// `--hash-balance-factor`: how many times its even share of the requests a worker may have under `consistent_hash` and
+    /// `rendezvous_hash`, at least 1; 0: any number.
+    pub hash_balance_factor: f64,
+    /// `--prefix-hash-load-factor`: the same under `prefix_hash`.
+    pub prefix_hash_load_factor: f64,
+    /// Bytes of a prompt that are hashed under `prefix_hash`: four for each of `--prefix-token-count`.
+    pub prefix_hash_bytes: usize,
 }
 
+/// Bytes that a token is taken for, as in SMG's `prefix_hash` over text.
+pub const TOKEN_BYTES: usize = 4;
+
 impl Default for Settings {
-    /// vllm-router's defaults (0.1.17); the last threshold is ours.
+    /// vllm-router's defaults (0.1.17), for `prefix_hash` SMG's; the common prefix's threshold is ours.
     fn default() -> Settings {
         Settings {
             policy: PolicyKind::CacheAware,
@@ -80,6 +120,9 @@ impl Default for Settings {
             balance_abs_threshold: 64,
             balance_rel_threshold: 1.5,
             common_prefix_threshold: 0.8,
+            hash_balance_factor: 0.0,
+            prefix_hash_load_factor: 1.25,
+            prefix_hash_bytes: 256 * TOKEN_BYTES,
         }
     }
 }
@@ -155,12 +198,25 @@ impl<'a> Prefixes for TreePrefixes<'a> {
     }
 }
 
+/// What a request is recognised by, as its policy wants it.
+pub enum Key<'k, P> {
+    /// Nothing: load decides.
+    None,
+    /// `cache_aware`: the prompt's place in the tree, and its length in bytes, as [`chain`](super::chain) gave it.
+    Prefix(&'k P, u64),
+    /// The policies that hash: of the session, or of the prompt's begin.
+    Hash(u64),
+    /// `sticky_least_loaded`: the session, and whose it is.
+    Session(u64, Home),
+}
+
 /// One core's own state of the policies.
 #[derive(Clone, Debug)]
 pub struct Turn {
     /// Counts the choices of `round_robin`. Starts anywhere, so that cores do not march in step.
     pub round_robin: u64,
-    rng: Rng,
+    /// For whatever is left to chance.
+    pub rng: Rng,
 }
 
 impl Turn {
@@ -221,11 +277,10 @@ pub struct Decision {
 
 /// Chooses a worker. `None`: every candidate has been tried, or there is none.
 ///
-/// `key` is the prompt's place in the tree with its length in bytes, as [`chain`](super::chain) gave it; only
-/// `cache_aware` looks at it. `exclude` are workers this request was on already. `scratch` is reused by the caller.
+/// A `key` of another kind than the policy's counts as none. `exclude` are workers this request was on already. `scratch` is reused by the caller.
 pub fn decide<P: Prefixes, L: Loads>(
     settings: &Settings,
-    key: Option<(&P, u64)>,
+    key: Key<'_, P>,
     candidates: &Candidates,
     exclude: &[Slot],
     loads: &L,
@@ -239,8 +294,20 @@ pub fn decide<P: Prefixes, L: Loads>(
     };
     let (chosen, reason) = match settings.policy {
         PolicyKind::CacheAware => {
+            let key = match key {
+                Key::Prefix(prefixes, length_bytes) => Some((prefixes, length_bytes)),
+                _ => None,
+            };
             return cache_aware(settings, key, &field, &mut turn.rng, scratch);
         }
+        PolicyKind::ConsistentHash
+        | PolicyKind::RendezvousHash
+        | PolicyKind::PrefixHash
+        | PolicyKind::StickyLeastLoaded => match key {
+            Key::Hash(key) => return hashed::of_key(settings, key, &field),
+            Key::Session(key, home) => return hashed::of_session(settings, key, home, &field),
+            _ => (field.least_loaded(&mut turn.rng)?, Reason::NoKey),
+        },
         PolicyKind::RoundRobin => (
             field.next_in_turn(&mut turn.round_robin)?,
             Reason::RoundRobin,
@@ -360,21 +427,21 @@ fn is_overload(settings: &Settings, load: u32, least: u32) -> bool {
 }
 
 /// The candidates less those already tried, with their loads (R1).
-struct Entrants<'a, L> {
-    candidates: &'a Candidates,
-    exclude: &'a [Slot],
-    loads: &'a L,
+pub(super) struct Entrants<'a, L> {
+    pub(super) candidates: &'a Candidates,
+    pub(super) exclude: &'a [Slot],
+    pub(super) loads: &'a L,
 }
 
 /// A worker with its load as read once.
 #[derive(Clone, Copy)]
-struct Seen {
-    slot: Slot,
-    load: u32,
+pub(super) struct Seen {
+    pub(super) slot: Slot,
+    pub(super) load: u32,
 }
 
 impl Seen {
-    fn because(self, reason: Reason, matched_blocks: usize) -> Decision {
+    pub(super) fn because(self, reason: Reason, matched_blocks: usize) -> Decision {
         Decision {
             slot: self.slot,
             seen: self.load,
@@ -386,12 +453,12 @@ impl Seen {
 
 impl<L: Loads> Entrants<'_, L> {
     #[inline]
-    fn has(&self, slot: Slot) -> bool {
+    pub(super) fn has(&self, slot: Slot) -> bool {
         self.candidates.contains(slot) && !self.exclude.contains(&slot)
     }
 
     #[inline]
-    fn slots(&self) -> impl Iterator<Item = Slot> {
+    pub(super) fn slots(&self) -> impl Iterator<Item = Slot> {
         self.candidates
             .slots()
             .iter()
@@ -400,7 +467,7 @@ impl<L: Loads> Entrants<'_, L> {
     }
 
     #[inline]
-    fn see(&self, slot: Slot) -> Seen {
+    pub(super) fn see(&self, slot: Slot) -> Seen {
         Seen {
             slot,
             load: self.loads.load(slot),
@@ -568,7 +635,7 @@ impl<L: Loads> Entrants<'_, L> {
 
     /// For the rare case that the least loaded were taken by other cores while this one looked.
     #[cold]
-    fn least_now(&self) -> Option<Seen> {
+    pub(super) fn least_now(&self) -> Option<Seen> {
         self.slots()
             .map(|slot| self.see(slot))
             .min_by_key(|seen| seen.load)

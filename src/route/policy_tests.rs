@@ -101,7 +101,10 @@ impl Case {
     }
 
     fn ask_with(&mut self, has_key: bool) -> Option<Decision> {
-        let key = has_key.then_some((&self.known, self.length_bytes));
+        let key = match has_key {
+            true => Key::Prefix(&self.known, self.length_bytes),
+            false => Key::None,
+        };
         let mut scratch = Vec::new();
         let Case {
             settings,
@@ -468,7 +471,7 @@ fn a_match_whose_holders_are_gone_by_the_time_they_are_read_is_no_match() {
     let mut turn = Turn::new(SEED);
     let decision = decide(
         &Settings::default(),
-        Some((&Vanishing, 1)),
+        Key::Prefix(&Vanishing, 1),
         &candidates,
         &[],
         &fleet,
@@ -495,7 +498,7 @@ fn loads_that_grow_while_they_are_read_still_give_a_choice_with_the_load_it_saw(
         for start in [0, 1000] {
             for exclude in [&[][..], &[Slot(0)]] {
                 let loads = Growing(start.into());
-                let key = Some((prefixes, 10 * BLOCK_BYTES as u64));
+                let key = Key::Prefix(prefixes, 10 * BLOCK_BYTES as u64);
                 let (settings, mut turn) = (Settings::default(), Turn::new(SEED));
                 let decision = decide(
                     &settings,
@@ -599,7 +602,7 @@ fn scratch_does_not_grow_from_decision_to_decision() {
     case.known = Known(vec![(9, all, false)]);
     let mut scratch = Vec::with_capacity(64);
     for _ in 0..100 {
-        let key = Some((&case.known, case.length_bytes));
+        let key = Key::Prefix(&case.known, case.length_bytes);
         decide(
             &case.settings,
             key,

@@ -14,7 +14,7 @@ pub enum Reason {
     SpreadCommonPrefix,
     /// No match above the threshold: the least loaded.
     Cold,
-    /// The request has no prompt to make a key of: the least loaded.
+    /// The request has nothing to make a key of: the least loaded.
     NoKey,
     /// Policy `least_loaded`.
     LeastLoaded,
@@ -24,11 +24,19 @@ pub enum Reason {
     Random,
     /// Policy `power_of_two`.
     PowerOfTwo,
+    /// The policies that hash, and bound sessions: the key's own worker.
+    Home,
+    /// That worker failed this request, is busy, full or coming back: the next one.
+    HomeOut,
+    /// That worker has more than its bounded share: the next one that has room.
+    HomeShed,
+    /// `sticky_least_loaded`: the session begins, with the worker that has the fewest.
+    NewSession,
 }
 
 impl Reason {
     /// Number of reasons.
-    pub const COUNT: usize = 10;
+    pub const COUNT: usize = 14;
 
     /// All, in the order of their numbers.
     pub const ALL: [Reason; Reason::COUNT] = [
@@ -42,6 +50,10 @@ impl Reason {
         Reason::RoundRobin,
         Reason::Random,
         Reason::PowerOfTwo,
+        Reason::Home,
+        Reason::HomeOut,
+        Reason::HomeShed,
+        Reason::NewSession,
     ];
 
     /// The label in Corelane's own metrics and logs.
@@ -57,24 +69,32 @@ impl Reason {
             Reason::RoundRobin => "round_robin",
             Reason::Random => "random",
             Reason::PowerOfTwo => "power_of_two",
+            Reason::Home => "home",
+            Reason::HomeOut => "home_is_out",
+            Reason::HomeShed => "shed_hot_home",
+            Reason::NewSession => "new_session",
         }
     }
 
     /// vllm-router's `outcome` label of `prefix_routing_decisions_total` (0.1.17).
     ///
-    /// Both kinds of shedding are its `load_imbalance`, since load decided and not the prefix. A common prefix that is
+    /// All kinds of shedding are its `load_imbalance`, since load decided and not the prefix. A key's own worker is a
+    /// `sticky_hit`. A common prefix that is
     /// spread is a `prefix_miss`: nothing of this prompt's own was found. Policies that look at no prefix are
     /// `load_fallback`, as is a request without a key.
     pub fn outcome(self) -> &'static str {
         match self {
             Reason::Affinity => "prefix_hit",
-            Reason::ShedToWarm | Reason::ShedToLeastLoaded => "load_imbalance",
+            Reason::Home => "sticky_hit",
+            Reason::ShedToWarm | Reason::ShedToLeastLoaded | Reason::HomeShed => "load_imbalance",
             Reason::SpreadCommonPrefix | Reason::Cold => "prefix_miss",
             Reason::NoKey
             | Reason::LeastLoaded
             | Reason::RoundRobin
             | Reason::Random
-            | Reason::PowerOfTwo => "load_fallback",
+            | Reason::PowerOfTwo
+            | Reason::HomeOut
+            | Reason::NewSession => "load_fallback",
         }
     }
 }

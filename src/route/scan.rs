@@ -58,6 +58,9 @@ pub struct Fields {
     pub prompt_cache_key: Option<Field>,
     /// `session_params`.
     pub session: Option<Field>,
+    pub session_id: Option<Field>,
+    pub user_id: Option<Field>,
+    pub vllm_xargs: Option<Field>,
     pub documents: Option<Field>,
     pub query: Option<Field>,
 }
@@ -88,6 +91,9 @@ impl Fields {
             b"user" => &mut self.user,
             b"prompt_cache_key" => &mut self.prompt_cache_key,
             b"session_params" => &mut self.session,
+            b"session_id" => &mut self.session_id,
+            b"user_id" => &mut self.user_id,
+            b"vllm_xargs" => &mut self.vllm_xargs,
             b"documents" => &mut self.documents,
             b"query" => &mut self.query,
             _ => return,

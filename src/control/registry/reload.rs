@@ -72,6 +72,11 @@ impl Registry {
         for entry in &mut self.entries {
             entry.tracker.configure(&config.health);
         }
+        let rings = rings(config);
+        if rings != self.has_rings {
+            self.has_rings = rings;
+            self.publish();
+        }
     }
 
     /// The configuration lists a worker that an operator had added.
@@ -80,6 +85,11 @@ impl Registry {
             entry.was_added = false;
         }
     }
+}
+
+/// By role: whether its policy walks a ring.
+pub(super) fn rings(config: &Config) -> [bool; 3] {
+    Role::ALL.map(|role| config.settings_of(role).policy.uses_ring())
 }
 
 fn is_as_listed(entry: &Entry, spec: &WorkerSpec) -> bool {
