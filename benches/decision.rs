@@ -11,6 +11,11 @@
 //!
 //! Bounds: 1 us + 0.2 us per KiB with 64 workers, and 2 us more with 1,024.
 //!
+//! The policies that keep keys together: from a request's head (ten fields, the session's the last), or its 16 KiB prompt,
+//! to a chosen worker, 8 and 1,024 workers, load looked at and not; for `sticky_least_loaded` with 4,096 sessions bound.
+//! The median, as a binary search in a ring of 160 points a worker costs what it misses in the caches; each request is of
+//! another session. Bounds: 1 us, and 2 us more with 1,024 workers.
+//!
 //! Run: `cargo bench --bench decision`
 
 use std::fmt::Write as _;
@@ -19,12 +24,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use corelane::route::{
-    BLOCK_BYTES, Batches, Candidates, Decision, Fields, Key, KeySeed, Reason, Rng, Settings,
-    TreePrefixes, Turn, chain, decide, lessons, scan,
+    BLOCK_BYTES, Batches, Candidates, Decision, Fields, Home, Key, KeySeed, PolicyKind, Reason,
+    Rng, Settings, TreePrefixes, Turn, chain, decide, home_for_new, lessons, name_of, prefix_hash,
+    scan, session_hash,
 };
 use corelane::shared::Route;
 use divan::Bencher;
-use shards::{Books, Domain, LoadGuard, PrefixHash, Reader, Slot, Tree, TreeLimits, WorkerId};
+use shards::{
+    Books, Domain, LoadGuard, Now, PrefixHash, Reader, Sessions, Slot, Tree, TreeLimits, WorkerId,
+};
 
 const WORKERS: [usize; 3] = [4, 64, 1024];
 const SIZES: [usize; 3] = [200, 16 * 1024, 400 * 1024];
@@ -57,6 +65,168 @@ fn main() {
             }
         }
     }
+    for policy in PolicyKind::ALL {
+        if policy.uses_session() || policy.uses_ring() {
+            for workers in [8, 1024] {
+                report_hashed(policy, workers);
+            }
+        }
+    }
+}
+
+/// The policies that keep keys together.
+fn report_hashed(policy: PolicyKind, workers: usize) {
+    let prefix = policy == PolicyKind::PrefixHash;
+    let sticky = policy == PolicyKind::StickyLeastLoaded;
+    let factors: &[f64] = if sticky { &[0.0] } else { &[0.0, 1.25] };
+    for factor in factors {
+        let mut world = Hashed::new(policy, workers, *factor);
+        let cost = median_us(|| world.next());
+        let bound = if workers > 64 { 3.0 } else { 1.0 };
+        let verdict = if cost <= bound { "within" } else { "OVER" };
+        let key = if prefix { "prompt" } else { "session" };
+        println!(
+            "{}, {workers} workers, factor {factor}: p50 {cost:.2} us (with the hash of the {key}), {verdict} {bound:.2} us",
+            policy.name()
+        );
+    }
+}
+
+/// A fleet with a ring, and requests of many sessions.
+struct Hashed {
+    books: &'static Books,
+    candidates: Candidates,
+    sessions: Sessions,
+    /// Heads, and one body with its fields.
+    heads: Vec<Vec<u8>>,
+    body: (Vec<u8>, Fields),
+    settings: Settings,
+    turn: Turn,
+    count: usize,
+    _guards: Vec<LoadGuard>,
+}
+
+const NOW: Now = Now {
+    secs: 1,
+    ttl_secs: 7200,
+};
+
+impl Hashed {
+    fn new(policy: PolicyKind, workers: usize, factor: f64) -> Hashed {
+        let mut rng = Rng::new(SEED);
+        let books: &'static Books = Box::leak(Box::new(Books::new(shards::SLOT_COUNT_MAX)));
+        let ids = (0..workers as u16).map(|slot| books.open(Slot(slot)).expect("a free slot"));
+        let ids: Vec<WorkerId> = ids.collect();
+        let mut guards = Vec::new();
+        for id in &ids {
+            let load = 1 + rng.below(30);
+            guards.extend((0..load).map(|_| LoadGuard::acquire(books, *id, 1).expect("open")));
+        }
+        let named = ids.iter().enumerate();
+        let named = named.map(|(n, id)| (id.slot, name_of(&format!("http://10.0.0.1:{n}"))));
+        let body = body("a", &text(&mut rng, 16 * 1024), "");
+        let fields = scan(&body).expect("JSON");
+        Hashed {
+            books,
+            candidates: named.collect::<Candidates>().with_ring(),
+            sessions: Sessions::new(1 << 20),
+            heads: (0..4096).map(head).collect(),
+            body: (body, fields),
+            settings: Settings {
+                policy,
+                hash_balance_factor: factor,
+                prefix_hash_load_factor: factor,
+                ..Settings::default()
+            },
+            turn: Turn::new(SEED),
+            count: 0,
+            _guards: guards,
+        }
+    }
+
+    fn next(&mut self) -> Decision {
+        self.count += 1;
+        let (body, fields) = &self.body;
+        let route = Route::ChatCompletions;
+        let hash = match self.settings.policy {
+            PolicyKind::PrefixHash => {
+                let bytes = self.settings.prefix_hash_bytes;
+                // Another seed each time stands for another prompt.
+                prefix_hash(KeySeed(self.count as u64), route, body, fields, bytes)
+            }
+            _ => {
+                let head = &self.heads[self.count % self.heads.len()];
+                session_hash(KeySeed(SEED), head, Some((body, fields)))
+            }
+        };
+        let hash = hash.expect("a key");
+        let key = match self.settings.policy {
+            PolicyKind::StickyLeastLoaded => Key::Session(hash, self.home(hash)),
+            _ => Key::Hash(hash),
+        };
+        decide::<TreePrefixes<'_>, _>(
+            &self.settings,
+            key,
+            &self.candidates,
+            &[],
+            self.books,
+            &mut self.turn,
+            &mut Vec::new(),
+        )
+        .expect("candidates")
+    }
+
+    fn home(&mut self, hash: u64) -> Home {
+        let is_new = self.sessions.find(hash, NOW).is_none();
+        let (candidates, sessions, books) = (&self.candidates, &self.sessions, self.books);
+        let slot = sessions.find(hash, NOW).unwrap_or_else(|| {
+            let rng = &mut self.turn.rng;
+            let slot = home_for_new(candidates, sessions, books, |_| true, rng);
+            sessions.bind(hash, slot.expect("candidates"), None, NOW)
+        });
+        Home { slot, is_new }
+    }
+}
+
+/// What a client sends, the session last.
+fn head(n: usize) -> Vec<u8> {
+    let mut head = String::new();
+    for name in [
+        "user-agent",
+        "accept",
+        "accept-encoding",
+        "content-type",
+        "authorization",
+    ] {
+        let _ = write!(head, "{name}: a value of usual length\r\n");
+    }
+    for name in [
+        "x-stainless-lang",
+        "x-stainless-os",
+        "x-stainless-arch",
+        "accept-language",
+    ] {
+        let _ = write!(head, "{name}: value\r\n");
+    }
+    let _ = write!(head, "x-claude-code-session-id: 3f6d-{n:032x}\r\n");
+    head.into_bytes()
+}
+
+/// The median of many runs, in microseconds.
+fn median_us<T>(mut run: impl FnMut() -> T) -> f64 {
+    // All sessions once: the first request of one is dearer.
+    (0..4096).for_each(|_| drop(black_box(run())));
+    let mut costs: Vec<u128> = (0..20_000)
+        .map(|_| {
+            let start = Instant::now();
+            for _ in 0..4 {
+                black_box(run());
+            }
+            start.elapsed().as_nanos() / 4
+        })
+        .collect();
+    costs.sort_unstable();
+    costs[costs.len() / 2] as f64 / 1e3
 }
 
 fn report(outcome: Outcome, workers: usize, size: usize) {

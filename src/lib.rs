@@ -15,7 +15,8 @@
 //! 5. **scan** One pass over the JSON finds the fields that matter and refuses what is no JSON ([`route::scan`]).
 //! 6. **gate** While fewer than `--max-concurrent-requests` run, all cores together, the request is let in; else it waits
 //!    in line, in the order of arrival across cores (`shards::Gate`, `exchange::wait`), and is refused if the line is full.
-//! 7. **key** The prompt's raw bytes become a chain of block hashes ([`route::chain`]).
+//! 7. **key** The prompt's raw bytes become a chain of block hashes ([`route::chain`]); under a policy that hashes, the
+//!    session's name ([`route::session_hash`]) or the prompt's begin one hash.
 //! 8. **find, score, pick** [`route::decide`] asks the shards (`shards::Tree`, read without a lock from any core) who holds
 //!    the longest prefix, compares the thresholds with *that* worker's load, and picks.
 //! 9. **seat** `shards::LoadGuard::acquire_at` takes the count if the load is still the one the choice was made on; else
@@ -44,7 +45,7 @@
 //!
 //! # Invariants
 //!
-//! Ids stand at the top of the file that keeps them: B* books, G* gate, T* tree, P* publish (crate `shards`), R* ring, C* core,
+//! Ids stand at the top of the file that keeps them: B* books, G* gate, T* tree, P* publish, N* sessions (crate `shards`), R* ring, C* core,
 //! E* exchange (there also P1 to P4 the two legs, W* both at once, Q* those who wait), J* standing. Each of `shards`' has its loom model in
 //! `loom_tests`.
 #![deny(missing_docs)]

@@ -367,3 +367,48 @@ fn the_flags_of_failing_workers_are_shown_as_typed() {
         assert_eq!(shown.get(name), Some(value), "{name}");
     }
 }
+
+#[test]
+fn the_policies_that_hash_have_their_flags() {
+    let config = parse("").unwrap();
+    let settings = config.settings;
+    assert_eq!(
+        (
+            settings.hash_balance_factor,
+            settings.prefix_hash_load_factor
+        ),
+        (0.0, 1.25)
+    );
+    assert_eq!(
+        (settings.prefix_hash_bytes, config.session_ttl_secs),
+        (1024, 7200)
+    );
+    let config = parse(
+        "--vllm-pd-disaggregation --policy consistent_hash --decode-policy sticky_least_loaded \
+         --hash-balance-factor 1.5 --prefill-hash-balance-factor 2 --sticky-session-ttl-secs 60",
+    )
+    .unwrap();
+    let pd = config.pd.unwrap();
+    assert_eq!(
+        (pd.prefill.policy, pd.decode.policy),
+        (PolicyKind::ConsistentHash, PolicyKind::StickyLeastLoaded)
+    );
+    assert_eq!(
+        (
+            pd.prefill.hash_balance_factor,
+            pd.decode.hash_balance_factor
+        ),
+        (2.0, 1.5)
+    );
+    assert_eq!(config.session_ttl_secs, 60);
+    for (args, why) in [
+        ("--hash-balance-factor 0.9", "at least 1"),
+        ("--prefix-hash-load-factor nan", "at least 1"),
+        ("--prefix-token-count 0", "1..="),
+        ("--sticky-session-ttl-secs 0", "1..="),
+    ] {
+        let message = parse(args).expect_err(args);
+        let flag = args.split(' ').next().unwrap();
+        assert!(message.contains(flag) && message.contains(why), "{message}");
+    }
+}

@@ -314,3 +314,35 @@ fn another_seed_gives_another_chain() {
     );
     assert!(a.iter().zip(&b).all(|(a, b)| a != b));
 }
+
+/// `prefix_hash`: what begins alike is one key, whatever follows; what could share nothing is another.
+#[test]
+fn the_hash_of_a_begin() {
+    let hash = |route, body: &str, bytes| {
+        let fields = scan(body.as_bytes()).expect("JSON");
+        prefix_hash(KeySeed(3), route, body.as_bytes(), &fields, bytes)
+    };
+    let of = |prompt: &str| {
+        let body = format!(r#"{{"model":"m","prompt":"{prompt}"}}"#);
+        hash(Route::Completions, &body, 9)
+    };
+    // The quote counts: eight letters.
+    assert_eq!(of("abcdefgh and"), of("abcdefgh or"));
+    assert_ne!(of("abcdefgx and"), of("abcdefgh and"));
+    assert_ne!(of("abc"), of("abcd"));
+    let other_model = r#"{"model":"n","prompt":"abcdefgh and"}"#;
+    assert_ne!(hash(Route::Completions, other_model, 9), of("abcdefgh and"));
+    for none in ["{}", r#"{"prompt":null}"#, r#"{"messages":[]}"#] {
+        assert_eq!(hash(Route::Completions, none, 9), None);
+    }
+    let rerank = |query: &str, documents: &str| {
+        let body = format!(r#"{{"documents":"{documents}","query":"{query}"}}"#);
+        hash(Route::Rerank, &body, 9)
+    };
+    assert_eq!(
+        rerank("abcd", "xyz1"),
+        rerank("abcd", "xyz2"),
+        "6 + 3 bytes"
+    );
+    assert_ne!(rerank("abcd", "xyz"), rerank("abcd", "xaz"));
+}
