@@ -72,6 +72,14 @@ fn main() {
             }
         }
     }
+    for workers in [8, 1024, 4096] {
+        let named = (0..workers).map(|n| (Slot(n), name_of(&format!("http://10.0.0.1:{n}"))));
+        let candidates: Candidates = named.collect();
+        let start = Instant::now();
+        black_box(candidates.with_ring());
+        let cost = start.elapsed().as_secs_f64() * 1e3;
+        println!("a ring of {workers} workers, for the control thread: {cost:.2} ms");
+    }
 }
 
 /// The policies that keep keys together.
