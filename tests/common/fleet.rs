@@ -19,7 +19,7 @@ use corelane::core::budget::RetryBudget;
 use corelane::exchange::{
     Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
 };
-use corelane::route::{self, Batches, KeySeed, PolicyKind, Role, TreePrefixes, Turn};
+use corelane::route::{self, Batches, Key, KeySeed, PolicyKind, Role, TreePrefixes, Turn};
 use corelane::shared::{
     AdminRequest, AnswerStats, Exceptions, Fleet, Outcome, Route, Trial, Worker,
 };
@@ -452,7 +452,7 @@ impl Hands<'_> {
         let length = core.chain_length.filter(|_| !is_spare);
         let decision = route::decide(
             core.config.settings_of(ask.role),
-            length.map(|length| (&prefixes, length)),
+            length.map_or(Key::None, |length| Key::Prefix(&prefixes, length)),
             candidates,
             exclude,
             core.books,

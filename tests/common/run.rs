@@ -458,7 +458,13 @@ impl Sim {
         let ready = core.workers.iter().filter(|worker| worker.is_ready);
         let eligible = ready.map(|worker| worker.place.clone()).collect();
         let count = core.workers.len();
-        core.fleet = Rc::new(Fleet::new(eligible, &exceptions, Default::default(), count));
+        core.fleet = Rc::new(Fleet::new(
+            eligible,
+            &exceptions,
+            Default::default(),
+            count,
+            [false; 3],
+        ));
         core.is_roused = true;
     }
 
