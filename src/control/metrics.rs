@@ -301,6 +301,12 @@ impl Scrape {
             "Workers registered, in whatever state",
             registered_count as u64,
         )?;
+        let sessions = self.0.shared.sessions.get();
+        out.gauge(
+            "corelane_sticky_sessions",
+            "Sessions bound to workers by sticky_least_loaded, in P/D for each role",
+            sessions.map_or(0, |sessions| sessions.total()),
+        )?;
         out.gauge(
             "corelane_draining",
             "1 while this router drains",

@@ -42,7 +42,7 @@ fn the_order_of_keys() {
         r#""user_id":"n""#,
     ];
     let names: Vec<char> = ('a'..='n').collect();
-    for from in 0..names.len() {
+    for (from, first) in names.iter().enumerate() {
         // Backwards: the order in which they stand does not matter.
         let mut head: Vec<&str> = headers.iter().skip(from).copied().collect();
         head.reverse();
@@ -50,7 +50,7 @@ fn the_order_of_keys() {
         let mut members: Vec<&str> = body.iter().skip(skipped).copied().collect();
         members.reverse();
         let body = format!(r#"{{"model":"m",{}}}"#, members.join(","));
-        is(&head.join("|"), &body, &names[from].to_string());
+        is(&head.join("|"), &body, &first.to_string());
     }
 }
 
