@@ -137,14 +137,14 @@ async fn a_worker_killed_under_64_connections_costs_no_client_an_error_that_had_
         counted.fetch_add(u64::from(!answer.is_whole), Ordering::SeqCst);
         is_whole_or_visibly_cut(answer)
     });
-    for round in 0..3 {
+    for worker in &workers {
         let before = crowd.answered();
         until("they are served", || crowd.answered() > before + 300).await;
-        workers[round].die().await;
+        worker.die().await;
         let before = crowd.answered();
         until("the others serve", || crowd.answered() > before + 500).await;
-        workers[round].revive().await;
-        until("it is back", || state(&router, &workers[round]) == "ready").await;
+        worker.revive().await;
+        until("it is back", || state(&router, worker) == "ready").await;
     }
     assert_eq!(crowd.stop().await, Vec::<String>::new());
     assert!(
