@@ -508,9 +508,9 @@ pub struct AnswerStats {
     pub trial_log: Counter,
 }
 
-impl AnswerStats {
+impl Default for AnswerStats {
     /// Nothing yet.
-    pub fn new() -> AnswerStats {
+    fn default() -> AnswerStats {
         AnswerStats {
             count: Counter::new(),
             ns: Counter::new(),
@@ -520,7 +520,9 @@ impl AnswerStats {
             trial_log: Counter::new(),
         }
     }
+}
 
+impl AnswerStats {
     /// Adds an answer.
     pub fn record(&self, wait_ns: u64, is_trial: bool) {
         let log = log2_of(wait_ns);
@@ -661,7 +663,7 @@ impl CoreStats {
                     pieces: Counter::new(),
                     trials_good: Counter::new(),
                     trials_bad: Counter::new(),
-                    answers: AnswerStats::new(),
+                    answers: AnswerStats::default(),
                 })
                 .collect(),
             first_byte: Histogram::new(&LATENCY_BOUNDS_NS),

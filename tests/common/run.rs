@@ -128,7 +128,7 @@ impl Sim {
             fleet: Rc::default(),
             standings: Standings::new(config.standing, config.health.interval),
             counts: vec![Counts::default(); SLOT_COUNT],
-            answers: (0..SLOT_COUNT).map(|_| AnswerStats::new()).collect(),
+            answers: (0..SLOT_COUNT).map(|_| AnswerStats::default()).collect(),
             bell_ns: 0,
             is_belled: false,
             is_refused: false,
