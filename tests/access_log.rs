@@ -2,41 +2,18 @@
 
 mod common;
 
-use std::path::PathBuf;
 use std::time::Duration;
 
-use common::{Client, End, Reply, Worker, chat, post, router, until, until_books_are_empty};
+use common::{Client, End, File, Reply, Worker, chat, post, router, until, until_books_are_empty};
 use serde_json::Value;
 
 const CHAT: &str = "/v1/chat/completions";
 
-/// A file of this test's own, removed at its end.
-struct LogFile(PathBuf);
-
-impl LogFile {
-    fn new(name: &str) -> LogFile {
-        let name = format!("corelane-{name}-{}.log", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        let _ = std::fs::remove_file(&path);
-        LogFile(path)
-    }
-
-    fn text(&self) -> String {
-        std::fs::read_to_string(&self.0).unwrap_or_default()
-    }
-
-    fn lines(&self) -> Vec<Value> {
-        let text = self.text();
-        text.lines()
-            .map(|line| serde_json::from_str(line).expect("a line is an object"))
-            .collect()
-    }
-}
-
-impl Drop for LogFile {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
+fn lines(file: &File) -> Vec<Value> {
+    let text = file.text();
+    text.lines()
+        .map(|line| serde_json::from_str(line).expect("a line is an object"))
+        .collect()
 }
 
 #[tokio::test]
@@ -52,13 +29,12 @@ async fn every_request_has_its_line_and_no_line_a_secret() {
         () if request.has_text("stall") => Reply::nothing(End::Stall),
         () => Reply::default(),
     });
-    let file = LogFile::new("lines");
-    let path = file.0.to_string_lossy().into_owned();
+    let file = File::new("");
     let flags = [
         "--access-log",
         "json",
         "--access-log-file",
-        &path,
+        file.path(),
         "--cores",
         "1",
         "--policy",
@@ -83,8 +59,8 @@ async fn every_request_has_its_line_and_no_line_a_secret() {
     left.send(&post(CHAT, &chat("stall CANARY4"))).await;
     until("it is there", || worker.in_flight() == 1).await;
     left.reset();
-    until("all have their lines", || file.lines().len() == 8).await;
-    let lines = file.lines();
+    until("all have their lines", || lines(&file).len() == 8).await;
+    let lines = lines(&file);
     let shown: Vec<(u64, &str)> = lines
         .iter()
         .map(|line| {
@@ -124,9 +100,8 @@ async fn every_request_has_its_line_and_no_line_a_secret() {
 #[tokio::test]
 async fn what_the_cores_wrote_last_is_there_when_the_router_has_ended() {
     let worker = Worker::start().await;
-    let file = LogFile::new("last");
-    let path = file.0.to_string_lossy().into_owned();
-    let flags = ["--access-log", "text", "--access-log-file", &path];
+    let file = File::new("");
+    let flags = ["--access-log", "text", "--access-log-file", file.path()];
     let router = router(&[&worker], &flags).await;
     let mut client = Client::open(router.address).await;
     for _ in 0..50 {

@@ -3,9 +3,7 @@
 mod common;
 
 use std::io::Write as _;
-use std::path::PathBuf;
 use std::process::Stdio;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use common::process::*;
@@ -16,37 +14,6 @@ use serde_json::Value;
 const CHAT: &str = "/v1/chat/completions";
 /// Only what a client sends is recorded, besides probes that no test counts.
 const QUIET: [&str; 2] = ["--health-check-interval-secs", "3600"];
-
-/// A file that goes away with the test.
-struct File(PathBuf);
-
-impl File {
-    fn new(text: &str) -> File {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("corelane-keys-{}-{count}", std::process::id());
-        let file = File(std::env::temp_dir().join(name));
-        file.write(text);
-        file
-    }
-
-    /// In one step, as a careful writer does.
-    fn write(&self, text: &str) {
-        let new = self.0.with_extension("new");
-        std::fs::write(&new, text).unwrap();
-        std::fs::rename(&new, &self.0).unwrap();
-    }
-
-    fn path(&self) -> &str {
-        self.0.to_str().unwrap()
-    }
-}
-
-impl Drop for File {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
-}
 
 fn bearer(key: &str) -> String {
     format!("Authorization: Bearer {key}\r\n")
@@ -517,7 +484,7 @@ async fn the_file_is_read_again_when_it_changes_and_on_reload() {
         assert_eq!((answer.status, &*code_of(&answer)), (400, "invalid_config"));
         assert_eq!((status("sk-old").await, status("sk-new").await), (401, 200));
     }
-    std::fs::remove_file(&file.0).unwrap();
+    std::fs::remove_file(file.path()).unwrap();
     let answer = ask(router.address, "POST", "/reload", &bearer("sk-new")).await;
     assert_eq!((answer.status, &*code_of(&answer)), (400, "invalid_config"));
     assert_eq!(status("sk-new").await, 200);

@@ -2,13 +2,12 @@
 
 mod common;
 
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::process::*;
-use common::{Worker, until};
+use common::{File, Worker, until};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
@@ -17,37 +16,6 @@ const SECONDS: u64 = 60;
 const STREAMS: usize = 1_000;
 const TOKENS: usize = 12;
 const GAP_MS: &str = "500";
-
-/// A config file that goes away with the test.
-struct File(PathBuf);
-
-impl File {
-    fn new(text: &str) -> File {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("corelane-reload-{}-{count}.toml", std::process::id());
-        let file = File(std::env::temp_dir().join(name));
-        file.write(text);
-        file
-    }
-
-    /// In one step: no reload sees half of it.
-    fn write(&self, text: &str) {
-        let new = self.0.with_extension("new");
-        std::fs::write(&new, text).unwrap();
-        std::fs::rename(&new, &self.0).unwrap();
-    }
-
-    fn path(&self) -> &str {
-        self.0.to_str().unwrap()
-    }
-}
-
-impl Drop for File {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
-}
 
 /// A router with this file, on free ports.
 fn router(file: &File, flags: &[&str]) -> RouterProcess {

@@ -8,6 +8,7 @@ pub mod pd;
 pub mod process;
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -880,4 +881,39 @@ pub fn seed() -> u64 {
         });
     println!("SEED={seed}");
     seed
+}
+
+/// A file that goes away with the test.
+pub struct File(PathBuf);
+
+impl File {
+    pub fn new(text: &str) -> File {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("corelane-test-{}-{count}", std::process::id());
+        let file = File(std::env::temp_dir().join(name));
+        file.write(text);
+        file
+    }
+
+    /// In one step, as a careful writer does: no reload sees half of it.
+    pub fn write(&self, text: &str) {
+        let new = self.0.with_extension("new");
+        std::fs::write(&new, text).unwrap();
+        std::fs::rename(&new, &self.0).unwrap();
+    }
+
+    pub fn path(&self) -> &str {
+        self.0.to_str().unwrap()
+    }
+
+    pub fn text(&self) -> String {
+        std::fs::read_to_string(&self.0).unwrap()
+    }
+}
+
+impl Drop for File {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
 }
