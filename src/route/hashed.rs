@@ -151,16 +151,25 @@ fn by_weight(
     key: u64,
     accept: impl Fn(Slot) -> bool,
 ) -> (Option<Slot>, Option<Slot>) {
-    let (mut own, mut first) = ((0, None), (0, None));
+    let own = heaviest(candidates, key, |_| true);
+    // Nearly always it will do, and one pass with nothing to ask is the cheapest.
+    let first = match own {
+        Some(slot) if !accept(slot) => heaviest(candidates, key, accept),
+        own => own,
+    };
+    (own, first)
+}
+
+/// A plain loop: see `Entrants::draw`.
+#[inline]
+fn heaviest(candidates: &Candidates, key: u64, accept: impl Fn(Slot) -> bool) -> Option<Slot> {
+    let (mut chosen, mut most) = (None, 0);
     for (slot, weight) in candidates.weights(key) {
-        if weight >= own.0 {
-            own = (weight, Some(slot));
-        }
-        if weight >= first.0 && accept(slot) {
-            first = (weight, Some(slot));
+        if weight >= most && accept(slot) {
+            (chosen, most) = (Some(slot), weight);
         }
     }
-    (own.1, first.1)
+    chosen
 }
 
 impl<L: Loads> Entrants<'_, L> {
