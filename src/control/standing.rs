@@ -101,6 +101,15 @@ impl Observation {
         self.in_flight.saturating_sub(self.waiting)
     }
 
+    /// Requests that the worker has. A decode seat that waits is one whose prompt is still computed elsewhere: that the
+    /// decode worker says nothing of it is no silence of its own.
+    fn at_work(&self) -> u32 {
+        match self.role {
+            Role::Decode => self.active(),
+            Role::Regular | Role::Prefill => self.in_flight,
+        }
+    }
+
     fn is_of_life(&self, before: &Observation) -> bool {
         self.chosen >= before.chosen
             && self.pieces >= before.pieces

@@ -172,7 +172,7 @@ impl Rhythm {
     ) -> bool {
         let progress = (seen.pieces - before.pieces) + (seen.completions - before.completions);
         let request_seconds =
-            f64::from(before.in_flight + seen.in_flight) / 2.0 * step.as_secs_f64();
+            f64::from(before.at_work() + seen.at_work()) / 2.0 * step.as_secs_f64();
         self.tick = Work {
             request_seconds,
             progress: progress as f64,
@@ -198,15 +198,15 @@ impl Rhythm {
             return true;
         }
         // Who says that it has no room is not silent, though nothing is done.
-        if seen.in_flight == 0 || seen.busy > before.busy {
+        if seen.at_work() == 0 || seen.busy > before.busy {
             self.interrupt();
             return false;
         }
         self.pending += request_seconds;
-        if before.in_flight > 0 {
+        if before.at_work() > 0 {
             self.silence += step;
         }
-        if before.in_flight.min(seen.in_flight) >= requests_min {
+        if before.at_work().min(seen.at_work()) >= requests_min {
             self.silence_full += step;
         } else {
             self.silence_full = Duration::ZERO;
@@ -394,7 +394,7 @@ impl Pool {
         seen: &Observation,
         config: &StandingConfig,
     ) {
-        if seen.in_flight > 0 {
+        if seen.at_work() > 0 {
             self.silences.push(rhythm.silence);
         }
         self.done.request_seconds += rhythm.tick.request_seconds;
@@ -446,7 +446,7 @@ impl Pool {
         let quick = if rhythm.progress_count < LEARNED_MIN {
             flag
         } else {
-            Duration::from_secs_f64(usual * MISSING_MIN / f64::from(seen.in_flight.max(1)))
+            Duration::from_secs_f64(usual * MISSING_MIN / f64::from(seen.at_work().max(1)))
                 .max(STALL_MIN)
                 .min(flag)
         };

@@ -172,8 +172,11 @@ impl Feed {
         let seen = self.of(key);
         seen.chosen += u64::from(count);
         seen.in_flight += count;
-        seen.waiting += count;
-        seen.waiting_bytes += bytes;
+        if seen.role != Role::Decode {
+            // A decode seat waits while its prompt is computed, and has been sent its request afterwards.
+            seen.waiting += count;
+            seen.waiting_bytes += bytes;
+        }
     }
 }
 
@@ -795,6 +798,24 @@ fn a_worker_that_says_it_has_no_room_is_not_silent() {
     feed.seconds_until_out(0, 5.0, |feed| {
         (1..4).for_each(|key| feed.serve(key, 5, 3));
         (feed.of(0).in_flight, feed.of(0).waiting) = (3, 3);
+    });
+    assert_eq!(feed.why(0), Some(Why::Stalled));
+}
+
+/// A prefill worker hangs: the decode seats of its requests wait with it, and say nothing of the decode worker.
+#[test]
+fn decode_seats_that_wait_for_their_prompts_are_no_silence() {
+    let mut feed = Feed::new(3, Role::Decode, config());
+    feed.run(60.0, |feed| (0..3).for_each(|key| feed.serve(key, 5, 3)));
+    feed.run(30.0, |feed| {
+        (1..3).for_each(|key| feed.serve(key, 5, 3));
+        (feed.of(0).in_flight, feed.of(0).waiting) = (6, 6);
+    });
+    assert!(feed.were_always_good());
+    // With what was sent to it and is not answered it is another matter.
+    feed.seconds_until_out(0, 10.0, |feed| {
+        (1..3).for_each(|key| feed.serve(key, 5, 3));
+        (feed.of(0).in_flight, feed.of(0).waiting) = (6, 0);
     });
     assert_eq!(feed.why(0), Some(Why::Stalled));
 }
