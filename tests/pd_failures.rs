@@ -66,7 +66,7 @@ async fn a_prefill_worker_that_fails_is_replaced_and_the_last_ones_failure_is_to
     let pools = Pools::start(2, 1).await;
     // No connection is kept: one that has died is sent to again, which is no failure.
     let flags = [
-        "--request-timeout-secs",
+        "--first-byte-timeout-secs",
         "1",
         "--pool-idle-timeout-secs",
         "0",
