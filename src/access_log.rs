@@ -35,7 +35,7 @@ pub enum Format {
 }
 
 /// One request, at its end. Times in ns.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Entry<'a> {
     /// Who asked; none: not known any more.
     pub client: Option<SocketAddr>,

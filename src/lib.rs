@@ -45,7 +45,7 @@
 //!
 //! # Invariants
 //!
-//! Ids stand at the top of the file that keeps them: B* books, G* gate, T* tree, P* publish, N* sessions (crate `shards`), R* ring, C* core,
+//! Ids stand at the top of the file that keeps them: B* books, G* gate, T* tree, P* publish, N* sessions (crate `shards`), R* ring, C* core, F* the list of workers,
 //! E* exchange (there also P1 to P4 the two legs, W* both at once, Q* those who wait), J* standing. Each of `shards`' has its loom model in
 //! `loom_tests`.
 #![deny(missing_docs)]

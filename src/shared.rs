@@ -763,8 +763,8 @@ pub struct Shared {
     pub config: std::sync::Mutex<Arc<Config>>,
     /// The books. Leaked once: they live as long as the process, and guards stay plain references.
     pub books: &'static Books,
-    /// Client connections by address.
-    pub addresses: Addresses,
+    /// Client connections by address. Not there before they are limited.
+    pub addresses: OnceLock<Addresses>,
     /// For these: seeded anew in each process.
     pub address_hasher: ahash::RandomState,
     /// Who may use workers. Leaked once, as the books are.

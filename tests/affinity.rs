@@ -15,26 +15,6 @@ const CHAT: &str = "/v1/chat/completions";
 /// machine has more threads than processors, the milliseconds until that core's thread is let run.
 const ANSWER_TIME: Duration = Duration::from_millis(20);
 
-fn cores() -> &'static str {
-    let count = std::thread::available_parallelism().map_or(1, |n| n.get());
-    if count >= 2 { "2" } else { "1" }
-}
-
-async fn start(workers: &[Worker], flags: &[&str]) -> Router {
-    let refs: Vec<&Worker> = workers.iter().collect();
-    let common = [
-        "--cores",
-        cores(),
-        "--health-check-interval-secs",
-        "3600",
-        "--health-failure-threshold",
-        "1",
-        "--health-success-threshold",
-        "1",
-    ];
-    router(&refs, &[&common[..], flags].concat()).await
-}
-
 /// Workers whose answers say who gave them. Those to "at once" take no time, those to "hold the line" never come.
 async fn workers(count: usize) -> Vec<Worker> {
     let mut workers = Vec::new();
@@ -97,7 +77,7 @@ fn reason(router: &Router, reason: Reason) -> u64 {
 async fn the_next_turn_meets_its_worker_on_whichever_core_it_arrives() {
     let seed = seed();
     let workers = workers(4).await;
-    let router = start(&workers, &[]).await;
+    let router = router_of(&workers, &[]).await;
     const LANES: u64 = 10;
     const ROUNDS: u64 = 150;
     let mut lanes = tokio::task::JoinSet::new();
@@ -145,7 +125,7 @@ async fn the_next_turn_meets_its_worker_on_whichever_core_it_arrives() {
 async fn cold_prompts_spread_over_all_workers() {
     let mut rng = Rng(seed());
     let workers = workers(4).await;
-    let router = start(&workers, &[]).await;
+    let router = router_of(&workers, &[]).await;
     for _ in 0..400 {
         Conversation::new(&mut rng, 1000)
             .turn(router.address, "at once")
@@ -162,7 +142,7 @@ async fn cold_prompts_spread_over_all_workers() {
 async fn a_hot_worker_gives_up_its_own_conversations_and_nobody_elses() {
     let mut rng = Rng(seed());
     let workers = workers(4).await;
-    let router = start(&workers, &["--balance-abs-threshold", "4"]).await;
+    let router = router_of(&workers, &["--balance-abs-threshold", "4"]).await;
     let mut talks = Vec::new();
     for _ in 0..24 {
         let mut talk = Conversation::new(&mut rng, 1500);
@@ -224,7 +204,7 @@ async fn a_hot_worker_gives_up_its_own_conversations_and_nobody_elses() {
 async fn a_restarted_worker_is_cold() {
     let mut rng = Rng(seed());
     let workers = workers(2).await;
-    let router = start(&workers, &[]).await;
+    let router = router_of(&workers, &[]).await;
     for round in 0..3u64 {
         let mut talk = Conversation::new(&mut rng, 1500);
         let home = talk.turn(router.address, "first").await;
@@ -261,7 +241,7 @@ async fn a_restarted_worker_is_cold() {
 async fn a_worker_that_was_unhealthy_but_never_gone_is_still_warm() {
     let mut rng = Rng(seed());
     let workers = workers(2).await;
-    let router = start(&workers, &[]).await;
+    let router = router_of(&workers, &[]).await;
     let mut talk = Conversation::new(&mut rng, 1500);
     let home = talk.turn(router.address, "first").await;
     for (status, ready) in [(500, 1), (200, 2)] {
@@ -283,7 +263,7 @@ async fn a_worker_that_was_unhealthy_but_never_gone_is_still_warm() {
 async fn a_removed_worker_leaves_no_affinity() {
     let mut rng = Rng(seed());
     let workers = workers(2).await;
-    let router = start(&workers, &[]).await;
+    let router = router_of(&workers, &[]).await;
     let mut talks = Vec::new();
     for _ in 0..10 {
         let mut talk = Conversation::new(&mut rng, 1500);
@@ -330,7 +310,7 @@ async fn a_removed_worker_leaves_no_affinity() {
 async fn a_flush_forgets_every_prefix() {
     let mut rng = Rng(seed());
     let workers = workers(3).await;
-    let router = start(&workers, &[]).await;
+    let router = router_of(&workers, &[]).await;
     let mut talk = Conversation::new(&mut rng, 4000);
     talk.turn(router.address, "first").await;
     let mut client = Client::open(router.address).await;
@@ -357,7 +337,7 @@ async fn a_flush_forgets_every_prefix() {
 async fn concurrent_conversations_keep_their_workers() {
     let seed = seed();
     let workers = workers(4).await;
-    let router = start(&workers, &[]).await;
+    let router = router_of(&workers, &[]).await;
     let mut tasks = tokio::task::JoinSet::new();
     for n in 0..24u64 {
         let address = router.address;

@@ -22,26 +22,6 @@ const PATHS: [(&str, &str); 6] = [
     ("/some/other/path", r#""x":1"#),
 ];
 
-fn cores() -> &'static str {
-    let count = std::thread::available_parallelism().map_or(1, |n| n.get());
-    if count >= 2 { "2" } else { "1" }
-}
-
-async fn start(workers: &[Worker], flags: &[&str]) -> Router {
-    let refs: Vec<&Worker> = workers.iter().collect();
-    let common = [
-        "--cores",
-        cores(),
-        "--health-check-interval-secs",
-        "3600",
-        "--health-failure-threshold",
-        "1",
-        "--health-success-threshold",
-        "1",
-    ];
-    router(&refs, &[&common[..], flags].concat()).await
-}
-
 /// Workers whose answers say who gave them.
 async fn workers(count: usize) -> Vec<Worker> {
     let mut workers = Vec::new();
@@ -100,7 +80,7 @@ fn counts(workers: &[Worker]) -> Vec<u64> {
 async fn one_session_meets_one_worker_on_every_path_and_core() {
     for policy in HASHING {
         let workers = workers(4).await;
-        let router = start(&workers, &["--policy", policy]).await;
+        let router = router_of(&workers, &["--policy", policy]).await;
         let mut homes = BTreeMap::new();
         for n in 0..40 {
             let session = format!("session-{n}");
@@ -144,7 +124,7 @@ async fn one_session_meets_one_worker_on_every_path_and_core() {
 async fn without_a_key_requests_are_balanced() {
     for policy in [HASHING[0], HASHING[1], HASHING[2], "prefix_hash"] {
         let workers = workers(4).await;
-        let router = start(&workers, &["--policy", policy]).await;
+        let router = router_of(&workers, &["--policy", policy]).await;
         for _ in 0..200 {
             ask(router.address, "/v1/chat/completions", "", r#""x":1"#).await;
         }
@@ -163,7 +143,7 @@ async fn one_begin_of_a_prompt_meets_one_worker() {
     let mut rng = Rng(seed());
     let workers = workers(4).await;
     let flags = ["--policy", "prefix_hash", "--prefix-token-count", "50"];
-    let router = start(&workers, &flags).await;
+    let router = router_of(&workers, &flags).await;
     let mut used = BTreeSet::new();
     for _ in 0..30 {
         let begin = rng.text(300);
@@ -183,7 +163,7 @@ async fn one_begin_of_a_prompt_meets_one_worker() {
 async fn a_worker_that_leaves_moves_only_its_own_sessions_and_its_return_moves_them_back() {
     for policy in [HASHING[0], HASHING[1]] {
         let workers = workers(4).await;
-        let router = start(&workers, &["--policy", policy]).await;
+        let router = router_of(&workers, &["--policy", policy]).await;
         let mut homes = Vec::new();
         for n in 0..60 {
             homes.push(by_header(&router, &n.to_string()).await);
@@ -207,7 +187,7 @@ async fn a_retry_goes_elsewhere_and_the_session_stays() {
     for policy in HASHING {
         let workers = workers(4).await;
         let flags = ["--policy", policy, "--disable-circuit-breaker"];
-        let router = start(&workers, &flags).await;
+        let router = router_of(&workers, &flags).await;
         let home = by_header(&router, "a").await;
         workers[home].script(|_| Reply::json(500, "{}"));
         let next = by_header(&router, "a").await;
@@ -222,7 +202,7 @@ async fn a_retry_goes_elsewhere_and_the_session_stays() {
 #[tokio::test]
 async fn new_sticky_sessions_go_where_the_fewest_are() {
     let workers = workers(3).await;
-    let router = start(&workers, &["--policy", "sticky_least_loaded"]).await;
+    let router = router_of(&workers, &["--policy", "sticky_least_loaded"]).await;
     for n in 0..30 {
         by_header(&router, &format!("s{n}")).await;
     }
@@ -238,7 +218,7 @@ async fn new_sticky_sessions_go_where_the_fewest_are() {
 #[tokio::test]
 async fn a_sticky_session_follows_no_load_and_is_bound_anew_when_its_worker_has_gone() {
     let workers = workers(3).await;
-    let router = start(&workers, &["--policy", "sticky_least_loaded"]).await;
+    let router = router_of(&workers, &["--policy", "sticky_least_loaded"]).await;
     let home = by_header(&router, "a").await;
     assert!(router.control().remove_worker(&workers[home].url()));
     let next = by_header(&router, "a").await;
@@ -264,7 +244,7 @@ async fn an_idle_sticky_session_is_over() {
         "--sticky-session-ttl-secs",
         "1",
     ];
-    let router = start(&workers, &flags).await;
+    let router = router_of(&workers, &flags).await;
     by_header(&router, "a").await;
     tokio::time::sleep(std::time::Duration::from_millis(2100)).await;
     by_header(&router, "a").await;
@@ -275,7 +255,7 @@ async fn an_idle_sticky_session_is_over() {
 #[tokio::test]
 async fn sticky_sessions_that_begin_at_once_have_one_worker_each() {
     let workers = workers(4).await;
-    let router = start(&workers, &["--policy", "sticky_least_loaded"]).await;
+    let router = router_of(&workers, &["--policy", "sticky_least_loaded"]).await;
     let mut tasks = tokio::task::JoinSet::new();
     for n in 0..240 {
         let address = router.address;

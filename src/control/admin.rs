@@ -679,8 +679,6 @@ async fn loads(State(plane): Plain) -> Response {
     reply::json(StatusCode::OK, &json!({"workers": list}))
 }
 
-/// Forgets all prefixes, and asks the workers to do the same: vLLM's `/reset_prefix_cache` (served only in its
-/// development mode, so a refusal is normal).
 #[derive(Deserialize)]
 struct SessionQuery {
     session_id: Option<String>,
@@ -711,6 +709,8 @@ async fn finish_session(State(plane): Plain, query: QueryOf<SessionQuery>) -> Re
     reply::json(StatusCode::OK, &body)
 }
 
+/// Forgets all prefixes, and asks the workers to do the same: vLLM's `/reset_prefix_cache` (served only in its
+/// development mode, so a refusal is normal).
 async fn flush_cache(State(plane): Plain) -> Response {
     for core in &plane.shared.cores {
         core.post(ToCore::Flush);

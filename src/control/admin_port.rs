@@ -15,24 +15,8 @@ use super::{Plane, admin, reply};
 use crate::access::{Caller, Denied, Need, paths};
 use crate::config::Config;
 
-/// Serves until the runtime ends, or until `leave` does.
-pub(super) async fn serve(
-    plane: Arc<Plane>,
-    listener: tokio::net::TcpListener,
-    leave: Option<impl Future<Output = ()> + Send + 'static>,
-) {
-    let serve = axum::serve(listener, router(plane));
-    let result = match leave {
-        // Connections that are kept alive end too, or orders would go on to a process that is about to end.
-        Some(leave) => serve.with_graceful_shutdown(leave).await,
-        None => serve.await,
-    };
-    if let Err(error) = result {
-        tracing::error!(%error, "the admin listener has ended");
-    }
-}
-
-fn router(plane: Arc<Plane>) -> Router {
+/// The routes, guarded.
+pub(super) fn router(plane: Arc<Plane>) -> Router {
     admin::router(plane.clone()).layer(from_fn_with_state(plane, guard))
 }
 

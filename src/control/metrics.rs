@@ -23,22 +23,9 @@ use families::{Families, Label};
 
 mod families;
 
-/// Serves scrapes until the runtime ends, or until `leave` does. Any path serves them, as vllm-router's listener does.
-pub(super) async fn serve(
-    plane: Arc<Plane>,
-    listener: tokio::net::TcpListener,
-    leave: Option<impl Future<Output = ()> + Send + 'static>,
-) {
-    let router = Router::new().fallback(scrape).with_state(plane);
-    let serve = axum::serve(listener, router);
-    let result = match leave {
-        // Connections that Prometheus keeps alive end too, or it would go on to scrape this process.
-        Some(leave) => serve.with_graceful_shutdown(leave).await,
-        None => serve.await,
-    };
-    if let Err(error) = result {
-        tracing::error!(%error, "the metrics listener has ended");
-    }
+/// Any path serves scrapes, as vllm-router's listener does.
+pub(super) fn router(plane: Arc<Plane>) -> Router {
+    Router::new().fallback(scrape).with_state(plane)
 }
 
 async fn scrape(State(plane): State<Arc<Plane>>, headers: HeaderMap) -> Response {

@@ -334,13 +334,14 @@ async fn run(
     }
     let admin = admin::Admin::new(plane.clone());
     let drain = Drain::new(plane.shared.clone());
-    if let Some((listener, is_left_at_drain)) = metrics_listener {
-        let leave = is_left_at_drain.then(|| drain.begun());
-        tokio::spawn(metrics::serve(plane.clone(), listener, leave));
-    }
-    if let Some((listener, is_left_at_drain)) = admin_listener {
-        let leave = is_left_at_drain.then(|| drain.begun());
-        tokio::spawn(admin_port::serve(plane.clone(), listener, leave));
+    for (name, listener, router) in [
+        ("metrics", metrics_listener, metrics::router(plane.clone())),
+        ("admin", admin_listener, admin_port::router(plane.clone())),
+    ] {
+        if let Some((listener, is_left_at_drain)) = listener {
+            let leave = is_left_at_drain.then(|| drain.begun());
+            tokio::spawn(serve(name, listener, router, leave));
+        }
     }
     tokio::spawn(reload::watch_keys(plane.clone()));
     let mut changes = plane.changes.subscribe();
@@ -398,6 +399,24 @@ async fn run(
             }
             () = tokio::time::sleep(pause) => {}
         }
+    }
+}
+
+/// Serves on a listener of its own until the runtime ends, or until `leave` does.
+async fn serve(
+    name: &'static str,
+    listener: tokio::net::TcpListener,
+    router: axum::Router,
+    leave: Option<impl Future<Output = ()> + Send + 'static>,
+) {
+    let serve = axum::serve(listener, router);
+    let result = match leave {
+        // Connections that are kept alive end too, or what comes on them would go on to a process that is about to end.
+        Some(leave) => serve.with_graceful_shutdown(leave).await,
+        None => serve.await,
+    };
+    if let Err(error) = result {
+        tracing::error!(%error, "the {name} listener has ended");
     }
 }
 

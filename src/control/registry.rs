@@ -2,10 +2,10 @@
 //! the only writer of the fleet snapshot and the only one that opens and closes slots. No I/O.
 //!
 //! Invariants:
-//! - G1 a slot is open for one registered worker at a time, and free for another only when its old life is drained and
+//! - F1 a slot is open for one registered worker at a time, and free for another only when its old life is drained and
 //!   every core has said that its shard forgot it.
-//! - G2 health changes who is eligible, never what is counted: nothing here writes load.
-//! - G3 each change of the eligible workers or of the known models publishes a fleet before the call returns.
+//! - F2 health changes who is eligible, never what is counted: nothing here writes load.
+//! - F3 each change of the eligible workers or of the known models publishes a fleet before the call returns.
 
 use std::collections::VecDeque;
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -179,7 +179,6 @@ async fn renew_keys(plane: &Arc<Plane>) -> Result<Report, Refusal> {
     config.key_source = source;
     let config = Arc::new(config);
     plane.shared.configure(config.clone());
-    plane.registry().configure(&config);
     announce_keys(&config);
     let changed = has_changed.then(|| KEYS_FILE.to_owned());
     Ok(Report {

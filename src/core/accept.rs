@@ -8,7 +8,7 @@ use std::io;
 use std::net::{IpAddr, TcpListener};
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use shards::Counted;
+use shards::{Addresses, Counted};
 use socket2::SockRef;
 
 use super::{ACCEPT_PAUSE_NS, Core, Down, Turn, Wire};
@@ -124,10 +124,8 @@ impl Core {
             IpAddr::V6(address) => address.to_bits() >> 64 << 64,
         };
         let hash = self.shared.address_hasher.hash_one(owner);
-        match self.shared.addresses.enter(hash, limit) {
-            Some(place) => Ok(Some(place)),
-            None => Err(()),
-        }
+        let addresses = self.shared.addresses.get_or_init(Addresses::new);
+        addresses.enter(hash, limit).map(Some).ok_or(())
     }
 
     /// Whether the router has more connections than it may have, all cores together (this one is counted already).

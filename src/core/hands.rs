@@ -16,13 +16,6 @@ use crate::ring::{Lease, Token};
 use crate::route::{self, Candidates, Home, Key, PolicyKind, Role, TreePrefixes};
 use crate::shared::{AdminRequest, Fleet, Outcome, Route, Worker};
 
-/// How long a core leaves a worker alone that it could not reach; the control thread judges it meanwhile.
-const SHUN_NS: u64 = 1_000_000_000;
-/// How long it leaves one alone that has no room: 429 or 503 say nothing against a worker, but asking it again at once
-/// would cost a retry each time.
-const BUSY_NS: u64 = 50_000_000;
-/// The longest pause that a worker may ask for by `Retry-After`: a stranger's number must not take it out.
-const BUSY_NS_MAX: u64 = 10_000_000_000;
 /// A core tries a worker that is out no more often than this.
 const TRIAL_PAUSE_NS: u64 = 250_000_000;
 
@@ -35,6 +28,17 @@ struct Known {
     hash: Option<u64>,
     /// Whose the session is, under a policy that binds them.
     home: Option<Home>,
+}
+
+impl Known {
+    fn key<'k, P>(self, prefixes: &'k P) -> Key<'k, P> {
+        match (self.length, self.hash, self.home) {
+            (Some(length), ..) => Key::Prefix(prefixes, length),
+            (None, Some(hash), Some(home)) => Key::Session(hash, home),
+            (None, Some(hash), None) => Key::Hash(hash),
+            (None, None, _) => Key::None,
+        }
+    }
 }
 
 /// What is true for one turn of the loop.
@@ -122,9 +126,8 @@ impl Hands<'_, '_> {
     fn avoided(&mut self, ask: &Ask<'_>, hash: Option<u64>) -> Vec<Slot> {
         let now_ns = self.turn.now_ns;
         let core = &mut *self.core;
-        core.shunned.retain(|(_, until_ns)| *until_ns > now_ns);
         let mut avoided = ask.tried.to_vec();
-        avoided.extend(core.shunned.iter().map(|(slot, _)| *slot));
+        avoided.extend(core.shunned.slots(now_ns));
         for (slot, percent) in &self.turn.fleet.pool(ask.role).easing {
             // By bits that chose neither a point on the ring nor a bucket of sessions.
             let lot = hash.map_or_else(|| core.random(), |hash| hash >> 16 & 0xffff);
@@ -249,21 +252,7 @@ impl Hands<'_, '_> {
         for attempt in 0..ATTEMPTS {
             let decision = route::decide(
                 config.settings_of(ask.role),
-                match known {
-                    Known {
-                        length: Some(length),
-                        ..
-                    } => Key::Prefix(&prefixes, length),
-                    Known {
-                        hash: Some(hash),
-                        home: Some(home),
-                        ..
-                    } => Key::Session(hash, home),
-                    Known {
-                        hash: Some(hash), ..
-                    } => Key::Hash(hash),
-                    _ => Key::None,
-                },
+                known.key(&prefixes),
                 candidates,
                 if closed.is_empty() { exclude } else { &closed },
                 shared.books,
@@ -646,9 +635,7 @@ impl World for Hands<'_, '_> {
             Sign::Ended => return stats.completions.add(1),
             Sign::Busy(secs) => {
                 stats.busy.add(1);
-                let pause_ns = u64::from(secs) * 1_000_000_000;
-                let pause_ns = pause_ns.clamp(BUSY_NS, BUSY_NS_MAX);
-                return self.core.shun(slot, self.turn.now_ns + pause_ns);
+                return self.core.shunned.busy(slot, secs, self.turn.now_ns);
             }
             // A trial's outcome is counted apart: results of older requests must not be taken for it.
             Sign::Good if is_trial => return stats.trials_good.add(1),
@@ -663,7 +650,7 @@ impl World for Hands<'_, '_> {
         }
         let core = &mut *self.core;
         if sign == Sign::Refused {
-            core.shun(slot, self.turn.now_ns + SHUN_NS);
+            core.shunned.refused(slot, self.turn.now_ns);
             // ORDERING: Relaxed; it says "probe" and publishes nothing, the bell brings the reader here.
             core.shared.is_refused.store(true, Ordering::Relaxed);
         }

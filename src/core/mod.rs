@@ -16,6 +16,7 @@ pub mod budget;
 mod hands;
 mod line;
 mod shelf;
+pub mod shun;
 mod table;
 mod wheel;
 
@@ -37,6 +38,7 @@ use budget::RetryBudget;
 use hands::{Hands, Turn, sleep_until};
 use line::Line;
 use shelf::Shelf;
+use shun::Shunned;
 use table::{Down, Outgoing, Table, Up, Use, Wire, is_upstream};
 use wheel::Wheel;
 
@@ -146,8 +148,7 @@ pub struct Core {
     orphans: Vec<(Token, u64)>,
     retry_budget: RetryBudget,
     line: Line,
-    /// Workers this core could not reach, or that were busy, and until when it leaves them alone, ns.
-    shunned: Vec<(Slot, u64)>,
+    shunned: Shunned,
     /// Workers that are out and were tried, and when, ns.
     tried_at: Vec<(Slot, u64)>,
 }
@@ -187,7 +188,7 @@ impl Core {
             orphans: Vec::new(),
             retry_budget: RetryBudget::new(config.retry.budget_ratio),
             line: Line::default(),
-            shunned: Vec::new(),
+            shunned: Shunned::default(),
             tried_at: Vec::new(),
             scratch: Vec::new(),
             policies: Role::ALL
@@ -617,19 +618,7 @@ impl Core {
         }
     }
 
-    // ---- workers ----
-
-    /// Leaves a worker alone for a while. One entry a worker, as in an overload thousands of answers a second say so.
-    fn shun(&mut self, slot: Slot, until_ns: u64) {
-        match self
-            .shunned
-            .iter_mut()
-            .find(|(shunned, _)| *shunned == slot)
-        {
-            Some((_, until)) => *until = until_ns.max(*until),
-            None => self.shunned.push((slot, until_ns)),
-        }
-    }
+    // ---- sessions without a client ----
 
     /// A session that goes on without a client.
     fn adopt(&mut self, turn: Turn<'_>, session: Session) {
@@ -986,8 +975,8 @@ impl Core {
         } else if let Some(down) = self.downs.remove(token)
             && down.wire.fd.is_some()
         {
-            if let Some(counted) = down.counted {
-                self.shared.addresses.leave(counted);
+            if let (Some(counted), Some(addresses)) = (down.counted, self.shared.addresses.get()) {
+                addresses.leave(counted);
             }
             self.stats().closed.add(1);
         }

@@ -209,26 +209,17 @@ impl Session {
         if self.finished && self.exchange.is_none() {
             return; // Read and dropped, so that what we sent arrives.
         }
-        match self.exchange.as_ref().map(|x| x.state) {
-            Some(State::Streaming | State::Queued)
-                if self
-                    .exchange
-                    .as_ref()
-                    .is_some_and(|x| !x.is_whole && !x.incoming.is_done()) =>
-            {
-                self.stream_body(world, piece)
-            }
-            Some(State::Reading) => {
+        let state = self.exchange.as_ref();
+        match state.map(|x| (x.state, x.incoming.is_done())) {
+            // Of those that wait, only what is handed on as it comes has not come whole.
+            Some((State::Streaming, _) | (State::Queued, false)) => self.stream_body(world, piece),
+            Some((State::Reading, _)) => {
                 let used = self.read_body(world, piece.as_ref());
                 self.keep(world, &piece.as_ref()[used..]);
                 self.pump(world);
             }
             // An answer came before the request was whole: the rest is read and dropped, the connection will close.
-            Some(_)
-                if self
-                    .exchange
-                    .as_ref()
-                    .is_some_and(|x| !x.incoming.is_done()) => {}
+            Some((_, false)) => {}
             Some(_) => self.keep(world, piece.as_ref()),
             None if self.must_wait(world) => self.keep(world, piece.as_ref()),
             None if self.inbox.is_empty() => {
@@ -857,8 +848,7 @@ impl Session {
         };
         match exchange.state {
             State::Reading => {}
-            State::Streaming => return self.stream_early(world, bytes),
-            State::Queued if !exchange.is_whole => return self.stream_early(world, bytes),
+            State::Streaming | State::Queued => return self.stream_early(world, bytes),
             _ => return 0,
         }
         let limit = body_limit(exchange, world);
@@ -978,17 +968,7 @@ impl Session {
         let Some(exchange) = self.exchange.as_ref() else {
             return;
         };
-        let (refusal, outcome) = match why {
-            NoSeat::Full => (
-                wait::overloaded(429, "all workers have as many requests as they may", world),
-                Outcome::Overloaded,
-            ),
-            NoSeat::UnknownModel => (
-                no_seat(why, exchange.role, model(exchange).as_deref()),
-                Outcome::Refused,
-            ),
-            _ => (no_seat(why, exchange.role, None), Outcome::NoWorker),
-        };
+        let (refusal, outcome) = no_seat(why, exchange, world);
         self.refuse_with(world, &refusal, outcome, true);
     }
 
@@ -1579,10 +1559,7 @@ fn take_seat<W: World>(
         model: model.as_deref(),
         prompt_bytes: body.len() as u64,
         tried: &exchange.tried,
-        is_followed_up: exchange
-            .pd
-            .as_ref()
-            .is_some_and(|pd| pd.has_begun(exchange)),
+        is_followed_up: pd::has_begun(exchange),
     })
 }
 
@@ -1856,27 +1833,35 @@ fn too_large(limit: u64) -> Refusal {
     )
 }
 
-fn no_seat(why: NoSeat, role: Role, model: Option<&str>) -> Refusal {
+/// What a request gets that has no seat, and as what it counts.
+fn no_seat<W: World>(why: NoSeat, exchange: &Exchange, world: &W) -> (Refusal, Outcome) {
+    let none = |status, code, message| {
+        let refusal = Refusal::new(status, code, message);
+        (refusal, Outcome::NoWorker)
+    };
     match why {
         NoSeat::UnknownModel => {
-            let shown: String = model.unwrap_or("").chars().take(128).collect();
-            Refusal::new(
-                404,
-                "model_not_found",
-                format!("The model `{shown}` does not exist."),
+            let model = model(exchange).unwrap_or_default();
+            let shown: String = model.chars().take(128).collect();
+            let message = format!("The model `{shown}` does not exist.");
+            (
+                Refusal::new(404, "model_not_found", message),
+                Outcome::Refused,
             )
         }
-        NoSeat::NoneEligible => Refusal::new(
+        NoSeat::NoneEligible => none(
             503,
             "no_available_workers",
-            match role {
+            match exchange.role {
                 Role::Regular => "no worker can take this request now",
                 Role::Prefill => "no prefill worker can take this request now",
                 Role::Decode => "no decode worker can take this request now",
             },
         ),
-        NoSeat::Full => Refusal::new(429, "too_many_requests", "all workers are full"),
-        NoSeat::AllTried => Refusal::new(502, "worker_failed", "every worker failed this request"),
+        NoSeat::Full => {
+            wait::overloaded(429, "all workers have as many requests as they may", world)
+        }
+        NoSeat::AllTried => none(502, "worker_failed", "every worker failed this request"),
     }
 }
 
@@ -1926,20 +1911,18 @@ fn end_leg<W: World>(exchange: &Exchange, world: &mut W, keep: bool) {
 fn log<W: World>(exchange: &Exchange, world: &mut W, outcome: Outcome) {
     let since = |from: u64, to: u64| to.saturating_sub(from);
     let entry = Entry {
-        client: None,
         method: exchange.request.method.as_str(),
         target: &exchange.request.target,
         status: exchange.status,
         outcome: outcome.label(),
         request_id: &exchange.request_id,
         model: exchange.logged_model.as_deref(),
-        worker: None,
-        prefill_worker: None,
         retries: exchange.retries,
         request_bytes: exchange.body_bytes,
         wait_ns: since(exchange.complete_ns, exchange.served_ns),
         first_byte_ns: since(exchange.complete_ns, exchange.first_byte_ns),
         duration_ns: since(exchange.began_ns, world.now_ns()),
+        ..Entry::default()
     };
     let worker = exchange.sent.then_some(exchange.slot);
     let holder = exchange.pd.as_ref().and_then(|pd| pd.holder);
@@ -1949,20 +1932,9 @@ fn log<W: World>(exchange: &Exchange, world: &mut W, outcome: Outcome) {
 /// The same of one whose head could not be read.
 fn log_unread<W: World>(world: &mut W, status: u16) {
     let entry = Entry {
-        client: None,
-        method: "",
-        target: b"",
         status,
         outcome: Outcome::Refused.label(),
-        request_id: b"",
-        model: None,
-        worker: None,
-        prefill_worker: None,
-        retries: 0,
-        request_bytes: 0,
-        wait_ns: 0,
-        first_byte_ns: 0,
-        duration_ns: 0,
+        ..Entry::default()
     };
     world.log(entry, None, None);
 }

@@ -85,12 +85,6 @@ impl Pd {
         (self.prefilled_ns > 0).then_some(self.prefilled_ns)
     }
 
-    /// A leg of it has run: blocks may lie somewhere, so it does not wait (Q2).
-    pub(super) fn has_begun(&self, exchange: &Exchange) -> bool {
-        let is_tried = !exchange.tried.is_empty() || !self.other_tried.is_empty();
-        is_tried || self.params.is_some() || self.twin.is_some()
-    }
-
     /// What a new attempt starts with.
     pub(super) fn begin_attempt(&mut self) {
         self.is_collecting = false;
@@ -108,6 +102,14 @@ impl Pd {
 pub(super) fn is_orphan(exchange: &Exchange) -> bool {
     let pd = exchange.pd.as_ref();
     pd.is_some_and(|pd| pd.stage == Stage::Decode && pd.is_unused())
+}
+
+/// Whether a leg of a request in two has run: blocks may lie somewhere, so it does not wait (Q2).
+pub(super) fn has_begun(exchange: &Exchange) -> bool {
+    exchange.pd.as_ref().is_some_and(|pd| {
+        let is_tried = !exchange.tried.is_empty() || !pd.other_tried.is_empty();
+        is_tried || pd.params.is_some() || pd.twin.is_some()
+    })
 }
 
 /// Who gets requests that are not in two legs.

@@ -13,7 +13,7 @@
 
 use shards::Permit;
 
-use super::{Exchange, NoSeat, Outcome, Session, State, World, first_limit, twin};
+use super::{Exchange, NoSeat, Outcome, Session, State, World, first_limit, pd, twin};
 use crate::http::Refusal;
 
 /// What a request that asks to be let in gets.
@@ -66,13 +66,13 @@ impl Session {
                 false
             }
             Entrance::NoWorker => {
-                let refusal = super::no_seat(NoSeat::NoneEligible, exchange.role, None);
-                self.refuse_with(world, &refusal, Outcome::NoWorker, true);
+                let (refusal, outcome) = super::no_seat(NoSeat::NoneEligible, exchange, world);
+                self.refuse_with(world, &refusal, outcome, true);
                 false
             }
             Entrance::Full => {
-                let refusal = overloaded(429, "too many requests run and wait", world);
-                self.refuse_with(world, &refusal, Outcome::Overloaded, true);
+                let (refusal, outcome) = overloaded(429, "too many requests run and wait", world);
+                self.refuse_with(world, &refusal, outcome, true);
                 false
             }
         }
@@ -88,11 +88,7 @@ impl Session {
             NoSeat::NoneEligible if !world.config().no_worker_wait.is_zero() => What::Worker,
             _ => return false,
         };
-        let has_begun = exchange
-            .pd
-            .as_ref()
-            .is_some_and(|pd| pd.has_begun(exchange));
-        if has_begun || is_over(exchange, world, what) {
+        if pd::has_begun(exchange) || is_over(exchange, world, what) {
             return false;
         }
         let Some(permit) = exchange.permit.take() else {
@@ -141,14 +137,10 @@ impl Session {
             return world.deadline(at);
         }
         let (refusal, outcome) = match wait.what {
-            What::Worker => (
-                super::no_seat(NoSeat::NoneEligible, exchange.role, None),
-                Outcome::NoWorker,
-            ),
-            What::Turn | What::Room => (
-                overloaded(503, "the request waited too long for its turn", world),
-                Outcome::Overloaded,
-            ),
+            What::Worker => super::no_seat(NoSeat::NoneEligible, exchange, world),
+            What::Turn | What::Room => {
+                overloaded(503, "the request waited too long for its turn", world)
+            }
         };
         self.refuse_with(world, &refusal, outcome, true);
     }
@@ -176,14 +168,18 @@ pub(super) fn leave<W: World>(exchange: &mut Exchange, world: &mut W) {
 }
 
 /// 429 or 503, with the time after which it may be otherwise.
-pub(super) fn overloaded<W: World>(status: u16, message: &'static str, world: &W) -> Refusal {
+pub(super) fn overloaded<W: World>(
+    status: u16,
+    message: &'static str,
+    world: &W,
+) -> (Refusal, Outcome) {
     let code = match status {
         429 => "too_many_requests",
         _ => "queue_timeout",
     };
     let mut refusal = Refusal::new(status, code, message);
     refusal.retry_after_secs = world.retry_after_secs();
-    refusal
+    (refusal, Outcome::Overloaded)
 }
 
 fn await_turn<W: World>(exchange: &mut Exchange, world: &mut W, what: What) {

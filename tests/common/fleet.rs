@@ -16,6 +16,7 @@ use corelane::config::Config;
 use corelane::control::health::{Failure, Tracker, Verdict};
 use corelane::control::standing::{Observation, Standing, Standings, Why};
 use corelane::core::budget::RetryBudget;
+use corelane::core::shun::Shunned;
 use corelane::exchange::{
     Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
 };
@@ -35,9 +36,6 @@ use super::fault::{Kind, Phase, Said, Script, check_content, mime};
 pub const MS: u64 = 1_000_000;
 pub const SECOND: u64 = 1000 * MS;
 /// As in `core::hands` and `control`.
-const SHUN_NS: u64 = SECOND;
-const BUSY_NS: u64 = 50 * MS;
-const BUSY_NS_MAX: u64 = 10 * SECOND;
 const TRIAL_PAUSE_NS: u64 = 250 * MS;
 const TICK_NS: u64 = 250 * MS;
 const JUDGE_PAUSE_NS: u64 = 2 * MS;
@@ -310,7 +308,7 @@ pub struct Core {
     reader: Option<Reader>,
     batches: Batches,
     budget: RetryBudget,
-    shunned: Vec<(Slot, u64)>,
+    shunned: Shunned,
     tried_at: Vec<(Slot, u64)>,
 
     waiting: VecDeque<(u64, usize)>,
@@ -425,9 +423,8 @@ impl Hands<'_> {
     fn avoided(&mut self, ask: &Ask<'_>) -> Vec<Slot> {
         let core = &mut *self.core;
         let now_ns = core.now_ns;
-        core.shunned.retain(|(_, until_ns)| *until_ns > now_ns);
         let mut avoided = ask.tried.to_vec();
-        avoided.extend(core.shunned.iter().map(|(slot, _)| *slot));
+        avoided.extend(core.shunned.slots(now_ns));
         let fleet = core.fleet.clone();
         for (slot, percent) in &fleet.pool(ask.role).easing {
             if !core.chance(u64::from(*percent)) {
@@ -841,17 +838,6 @@ impl Core {
         self.idles[conn.slot.index()].retain(|idle| *idle != id);
     }
 
-    fn shun(&mut self, slot: Slot, until_ns: u64) {
-        match self
-            .shunned
-            .iter_mut()
-            .find(|(shunned, _)| *shunned == slot)
-        {
-            Some((_, until)) => *until = until_ns.max(*until),
-            None => self.shunned.push((slot, until_ns)),
-        }
-    }
-
     fn count(&mut self, slot: Slot, sign: Sign, is_trial: bool) {
         let worker = self.engine_of[slot.index()];
         let is_bad = matches!(sign, Sign::Refused | Sign::Failed | Sign::Error);
@@ -871,8 +857,7 @@ impl Core {
             Sign::Ended => return counts.completions += 1,
             Sign::Busy(secs) => {
                 counts.busy += 1;
-                let pause_ns = (u64::from(secs) * SECOND).clamp(BUSY_NS, BUSY_NS_MAX);
-                return self.shun(slot, self.now_ns + pause_ns);
+                return self.shunned.busy(slot, secs, self.now_ns);
             }
             Sign::Good if is_trial => return counts.trials_good += 1,
             Sign::Good => return counts.successes += 1,
@@ -884,7 +869,7 @@ impl Core {
             Sign::Failed | Sign::Error => counts.failures += 1,
         }
         if sign == Sign::Refused {
-            self.shun(slot, self.now_ns + SHUN_NS);
+            self.shunned.refused(slot, self.now_ns);
             self.is_refused = true;
         }
         self.ring();

@@ -560,6 +560,28 @@ pub async fn router_before(urls: &[String], flags: &[&str]) -> Router {
     router
 }
 
+/// Two where the machine has them, so that requests meet both.
+pub fn cores() -> &'static str {
+    let count = std::thread::available_parallelism().map_or(1, |n| n.get());
+    if count >= 2 { "2" } else { "1" }
+}
+
+/// A router before them that probes only when told to, once each time.
+pub async fn router_of(workers: &[Worker], flags: &[&str]) -> Router {
+    let refs: Vec<&Worker> = workers.iter().collect();
+    let common = [
+        "--cores",
+        cores(),
+        "--health-check-interval-secs",
+        "3600",
+        "--health-failure-threshold",
+        "1",
+        "--health-success-threshold",
+        "1",
+    ];
+    router(&refs, &[&common[..], flags].concat()).await
+}
+
 pub fn router_unready(workers: &[&Worker], flags: &[&str]) -> Router {
     let urls: Vec<String> = workers.iter().map(|w| w.url()).collect();
     router_unready_before(&urls, flags)

@@ -141,7 +141,7 @@ impl Sim {
             shard: shards.remove(0),
             batches: Batches::new(1),
             budget: RetryBudget::new(config.retry.budget_ratio),
-            shunned: Vec::new(),
+            shunned: Shunned::default(),
             tried_at: Vec::new(),
             waiting: VecDeque::new(),
             aside: VecDeque::new(),

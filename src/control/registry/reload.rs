@@ -1,6 +1,6 @@
 //! What another configuration changes about the workers.
 //!
-//! - G4 a reload takes away only workers that the configuration had brought: those added by an operator, and engines that
+//! - F4 a reload takes away only workers that the configuration had brought: those added by an operator, and engines that
 //!   registered themselves, stay. It brings back nobody whom an operator removed, as long as the lists say the same of him.
 
 use super::{Entry, Key, Registry};

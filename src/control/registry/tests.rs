@@ -456,7 +456,7 @@ fn listing(urls: &[&str]) -> Config {
     }
 }
 
-/// G4: removed is what the old list had brought, added what the new one newly lists; engines that registered themselves
+/// F4: removed is what the old list had brought, added what the new one newly lists; engines that registered themselves
 /// and workers of operators are let alone.
 #[test]
 fn a_plan_is_the_difference_of_two_lists() {
