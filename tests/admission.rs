@@ -280,6 +280,74 @@ async fn while_the_last_worker_is_replaced_requests_wait_for_the_next() {
 }
 
 #[tokio::test]
+async fn who_waited_long_for_a_turn_has_the_whole_wait_for_a_worker() {
+    let (old, new) = (Worker::start().await, Worker::start().await);
+    let (open, reply) = gated();
+    old.script(move |_| reply());
+    let flags = [
+        "--max-concurrent-requests",
+        "1",
+        "--no-worker-wait-ms",
+        "600",
+        "--cores",
+        "1",
+    ];
+    let router = router(&[&old], &flags).await;
+    let mut first = sent(&router, "first").await;
+    until("one runs", || counts(&router) == (1, 0)).await;
+    let mut second = waiting(&router, "second", 1).await;
+    tokio::time::sleep(Duration::from_millis(900)).await;
+    assert!(router.control().remove_worker(&old.url()));
+    open.send(true).unwrap();
+    assert_eq!(status(&mut first).await, 200);
+    until("it waits for a worker", || counts(&router) == (0, 1)).await;
+    router.control().add_worker(&new.url()).unwrap();
+    assert_eq!(status(&mut second).await, 200);
+    until_books_are_empty(&router).await;
+}
+
+/// Many wait for a worker of one model that stays full: who asks for another gets it when that one has room.
+#[tokio::test]
+async fn requests_for_a_full_model_do_not_keep_others_waiting() {
+    let (full, other) = (Worker::start().await, Worker::start().await);
+    for (worker, model) in [(&full, "full"), (&other, "other")] {
+        let list = format!(r#"{{"object":"list","data":[{{"id":"{model}","object":"model"}}]}}"#);
+        *worker.state.models.lock().unwrap() = Some(list);
+    }
+    let (open_full, reply) = gated();
+    full.script(move |_| reply());
+    let (open_other, reply) = gated();
+    other.script(move |_| reply());
+    let flags = ["--worker-max-concurrent", "1", "--cores", "1"];
+    let router = router(&[&full, &other], &flags).await;
+    let address = router.address;
+    let ask = |model: &'static str| async move {
+        let body = format!(r#"{{"model":"{model}","messages":[]}}"#);
+        let mut client = Client::open(address).await;
+        client.send(&post(CHAT, body.as_bytes())).await;
+        client
+    };
+    let mut all = Vec::new();
+    for n in 0..13 {
+        all.push(ask("full").await);
+        until("one runs", || counts(&router) == (1, n)).await;
+    }
+    let mut first = ask("other").await;
+    until("two run", || counts(&router) == (2, 12)).await;
+    let mut second = ask("other").await;
+    until("it waits behind them", || counts(&router) == (2, 13)).await;
+    open_other.send(true).unwrap();
+    assert_eq!(status(&mut first).await, 200);
+    let answer = tokio::time::timeout(Duration::from_secs(5), status(&mut second)).await;
+    assert_eq!(answer.expect("within five seconds"), 200);
+    open_full.send(true).unwrap();
+    for client in &mut all {
+        assert_eq!(status(client).await, 200);
+    }
+    until_books_are_empty(&router).await;
+}
+
+#[tokio::test]
 async fn without_a_worker_the_wait_has_an_end() {
     let flags = ["--no-worker-wait-ms", "300", "--queue-size", "1"];
     let router = router_before(&[], &flags).await;

@@ -13,8 +13,8 @@ use crate::exchange::Entrance;
 use crate::ring::Token;
 use crate::shared::ToCore;
 
-/// Of those aside, how many may look for a worker in vain before the others wait for the next occasion. Not one, as they
-/// may ask for different models.
+/// Of those aside, how many may look for a worker in vain before the others wait for the next quarter of a second, when all
+/// are tried. Not one, as they may ask for different models.
 const IN_VAIN_MAX: usize = 8;
 
 /// This core's part of the line.
@@ -27,8 +27,8 @@ pub struct Line {
     ready: VecDeque<(Token, Permit)>,
     /// The gate's claim on this line is for one that has left.
     has_claim_without_owner: bool,
-    /// Those aside may find something now.
-    is_roused: bool,
+    /// Those aside may find something now: so many may look in vain. 0: there is no occasion.
+    in_vain_max: usize,
 }
 
 impl Line {
@@ -37,9 +37,14 @@ impl Line {
         self.waiting.is_empty() && self.aside.is_empty()
     }
 
-    /// Those aside are to be tried again.
+    /// Those aside are to be tried again, the first of them at least.
     pub fn rouse(&mut self) {
-        self.is_roused = true;
+        self.in_vain_max = self.in_vain_max.max(IN_VAIN_MAX);
+    }
+
+    /// The same of all.
+    pub fn rouse_all(&mut self) {
+        self.in_vain_max = usize::MAX;
     }
 
     fn head(&self) -> Option<u64> {
@@ -149,9 +154,8 @@ impl Core {
     /// Those who have been let in go on, and those aside are tried again.
     pub fn let_in(&mut self, turn: Turn<'_>) {
         loop {
-            if std::mem::take(&mut self.line.is_roused) {
-                self.try_aside(turn);
-            }
+            let in_vain_max = std::mem::take(&mut self.line.in_vain_max);
+            self.try_aside(turn, in_vain_max);
             let Some((client, permit)) = self.line.ready.pop_front() else {
                 return;
             };
@@ -171,9 +175,12 @@ impl Core {
         }
     }
 
-    fn try_aside(&mut self, turn: Turn<'_>) {
+    fn try_aside(&mut self, turn: Turn<'_>, in_vain_max: usize) {
+        if in_vain_max == 0 || self.line.aside.is_empty() {
+            return;
+        }
         let mut before = std::mem::take(&mut self.line.aside);
-        while self.line.aside.len() < IN_VAIN_MAX
+        while self.line.aside.len() < in_vain_max
             && let Some(client) = before.front().copied()
             && let Some(permit) = self.shared.gate.resume(self.request_limit())
         {

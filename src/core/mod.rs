@@ -686,7 +686,7 @@ impl Core {
             self.sweep(turn);
             self.watch_orphans(turn.now_ns);
             if !self.line.is_empty() {
-                self.line.rouse();
+                self.line.rouse_all();
                 self.pass_on();
             }
         }

@@ -40,10 +40,11 @@ pub(super) enum What {
     Worker,
 }
 
-/// A wait: for what now, and since when in all, ns.
+/// A wait: for what now and since when, and since when in all, ns.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wait {
     pub(super) what: What,
+    pub(super) what_since_ns: u64,
     pub(super) since_ns: u64,
 }
 
@@ -184,9 +185,12 @@ pub(super) fn overloaded<W: World>(
 
 fn await_turn<W: World>(exchange: &mut Exchange, world: &mut W, what: What) {
     let now_ns = world.now_ns();
-    let since_ns = exchange.wait.map_or(now_ns, |wait| wait.since_ns);
+    exchange.wait = Some(Wait {
+        what,
+        what_since_ns: waits_since(exchange, what).unwrap_or(now_ns),
+        since_ns: exchange.wait.map_or(now_ns, |wait| wait.since_ns),
+    });
     exchange.state = State::Queued;
-    exchange.wait = Some(Wait { what, since_ns });
     let at = wait_limit(exchange, world, what).min(exchange.probe_at_ns);
     world.deadline(twin::due(exchange, world, at));
 }
@@ -195,13 +199,22 @@ fn is_over<W: World>(exchange: &Exchange, world: &W, what: What) -> bool {
     world.now_ns() >= wait_limit(exchange, world, what)
 }
 
-/// The queue's time counts from the wait's begin, whatever it waited for; so does the shorter one for a worker.
+/// Since when the request has waited for this, and for nothing else since.
+fn waits_since(exchange: &Exchange, what: What) -> Option<u64> {
+    let wait = exchange.wait.filter(|wait| wait.what == what);
+    wait.map(|wait| wait.what_since_ns)
+}
+
+/// The queue's time counts from the wait's begin, whatever it waited for; that for a worker from when none was there.
 fn wait_limit<W: World>(exchange: &Exchange, world: &W, what: What) -> u64 {
     let config = world.config();
-    let time = match what {
-        What::Worker => config.no_worker_wait,
-        What::Turn | What::Room => config.queue_timeout,
+    let (since_ns, time) = match what {
+        What::Worker => (waits_since(exchange, what), config.no_worker_wait),
+        What::Turn | What::Room => (
+            exchange.wait.map(|wait| wait.since_ns),
+            config.queue_timeout,
+        ),
     };
-    let since_ns = exchange.wait.map_or(world.now_ns(), |wait| wait.since_ns);
+    let since_ns = since_ns.unwrap_or_else(|| world.now_ns());
     (since_ns + time.as_nanos() as u64).min(first_limit(exchange, world))
 }
