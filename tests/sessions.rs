@@ -142,7 +142,16 @@ async fn without_a_key_requests_are_balanced() {
 async fn one_begin_of_a_prompt_meets_one_worker() {
     let mut rng = Rng(seed());
     let workers = workers(4).await;
-    let flags = ["--policy", "prefix_hash", "--prefix-token-count", "50"];
+    // A request may still be in the books when the next one comes: no bound on the loads here.
+    let (policy, factor) = ("--policy", "--prefix-hash-load-factor");
+    let flags = [
+        policy,
+        "prefix_hash",
+        "--prefix-token-count",
+        "50",
+        factor,
+        "0",
+    ];
     let router = router_of(&workers, &flags).await;
     let mut used = BTreeSet::new();
     for _ in 0..30 {
