@@ -335,7 +335,7 @@ async fn a_failed_prefill_is_told_where_nobody_else_can_do_it() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_silent_prefill_worker_is_late_not_the_decode_worker_that_waits_for_it() {
-    let rig = Rig::start(2, 1, 1, &["--request-timeout-secs", "1"]).await;
+    let rig = Rig::start(2, 1, 1, &["--first-byte-timeout-secs", "1"]).await;
     let turn = Arc::new(AtomicU64::new(0));
     for worker in &rig.prefill {
         let turn = turn.clone();
