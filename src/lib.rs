@@ -4,7 +4,8 @@
 //! # One request, from accept to close
 //!
 //! 1. **accept** Each core has its own listener (SO_REUSEPORT; or all share inherited ones) and its own io_uring. A connection that a core accepts
-//!    stays there until it closes ([`core`], [`ring`]).
+//!    stays there until it closes ([`core`], [`ring`]). With `--tls-cert` a [`tls::Session`] lies between its socket and all
+//!    that follows; another one on the way to a worker with `https://`.
 //! 2. **head** The bytes lie in one of the core's shared receive buffers. [`exchange::Session`] looks for a head with
 //!    [`http::request::parse`], which takes the strict reading of RFC 9112 and copies the end-to-end fields right behind
 //!    a gap in a fresh buffer: the request as it will go on.
@@ -39,6 +40,7 @@
 //! main -> core, control, demo      core -> ring, exchange, upstream     exchange -> http, route
 //! control -> config, shared        route -> shards                      http -> httparse
 //! access: who may ask for what; named by config, exchange and control
+//! tls: what lies between a socket and HTTP; named by config, shared, core and control
 //! ```
 //!
 //! `shared` is what both planes see; `config` is read by all; `access_log` is where cores put their lines. `listen` and `notify` serve `start`, `main` and the drain.
@@ -71,6 +73,7 @@ pub mod ring;
 pub mod route;
 pub mod shared;
 mod start;
+pub mod tls;
 pub mod upstream;
 
 pub use start::{Router, StartError, start, start_on};

@@ -19,6 +19,7 @@ use shards::{
 use crate::access_log::AccessLog;
 use crate::config::Config;
 use crate::route::{Candidates, PolicyKind, Reason, Role, Whole, name_of};
+use crate::tls::ToWorker;
 
 /// Sessions that can be bound to workers at a time (8 MiB); beyond it those that were not used for longest are let go.
 pub const SESSION_COUNT_MAX: usize = 1 << 20;
@@ -68,6 +69,8 @@ pub struct Worker {
     pub authority: Arc<str>,
     /// Path in front of every request target (`""`, or `/prefix`).
     pub path_prefix: Arc<str>,
+    /// How it is spoken to by TLS; none: plain HTTP.
+    pub tls: Option<ToWorker>,
     /// Models the worker serves; empty while not known: it then takes any model.
     pub models: Vec<Arc<str>>,
 }
@@ -630,6 +633,10 @@ pub struct CoreStats {
     pub retries: Counter,
     /// Requests that could not be parsed, or broke a limit.
     pub malformed: Counter,
+    /// TLS handshakes that were done, with clients and workers.
+    pub tls_handshakes: Counter,
+    /// Connections that ended because TLS could not go on.
+    pub tls_failures: Counter,
     /// Lessons dropped because a mailbox was full.
     pub lessons_dropped: Counter,
     /// Turns of the event loop.
@@ -678,6 +685,8 @@ impl CoreStats {
             resends: Counter::new(),
             retries: Counter::new(),
             malformed: Counter::new(),
+            tls_handshakes: Counter::new(),
+            tls_failures: Counter::new(),
             lessons_dropped: Counter::new(),
             turns: Counter::new(),
             left: Counter::new(),

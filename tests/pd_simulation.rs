@@ -1356,6 +1356,7 @@ fn place(id: WorkerId) -> Worker {
         address: ([127, 0, 0, 1], 80).into(),
         authority: format!("w{}.test:80", id.slot.0).into(),
         path_prefix: "".into(),
+        tls: None,
         models: Vec::new(),
     }
 }

@@ -264,6 +264,7 @@ fn place(id: WorkerId) -> Worker {
         address: ([127, 0, 0, 1], 8000).into(),
         authority: "worker.test:8000".into(),
         path_prefix: "/prefix".into(),
+        tls: None,
         models: Vec::new(),
     }
 }

@@ -65,6 +65,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub keys: KeyArgs,
     #[command(flatten)]
+    pub tls: TlsArgs,
+    #[command(flatten)]
     pub policy: PolicyArgs,
     #[command(flatten)]
     pub pd: PdArgs,
@@ -197,6 +199,39 @@ pub struct KeyArgs {
     #[arg(value_parser = BoolishValueParser::new())]
     #[arg(env = "CORELANE_PROMETHEUS_OPEN", hide_env = true)]
     pub prometheus_open: bool,
+}
+
+/// TLS for clients and to workers.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "TLS")]
+#[allow(missing_docs, reason = "the comments of fields are the help texts")]
+pub struct TlsArgs {
+    /// Certificate for clients (PEM, the chain after it): --port and --admin-port then speak TLS. All TLS files are read again
+    /// when one changes, on SIGHUP and on POST /reload, and hold for new connections
+    #[arg(long, alias = "tls-cert-path", value_name = "FILE")]
+    #[arg(env = "CORELANE_TLS_CERT", hide_env = true)]
+    pub tls_cert: Option<std::path::PathBuf>,
+    /// Its private key (PEM, without a password)
+    #[arg(long, alias = "tls-key-path", value_name = "FILE")]
+    #[arg(env = "CORELANE_TLS_KEY", hide_env = true)]
+    pub tls_key: Option<std::path::PathBuf>,
+    /// Authorities of which one must have signed a client's certificate (default: clients need none)
+    #[arg(long, alias = "tls-client-ca-path", value_name = "FILE")]
+    #[arg(env = "CORELANE_TLS_CLIENT_CA", hide_env = true)]
+    pub tls_client_ca: Option<std::path::PathBuf>,
+    /// Authorities of which one must have signed the certificate of a worker with https://, or that certificate itself
+    /// (default: whom this machine trusts)
+    #[arg(long, alias = "ca-cert-paths", value_name = "FILE")]
+    #[arg(env = "CORELANE_TLS_CA", hide_env = true)]
+    pub tls_ca: Option<std::path::PathBuf>,
+    /// Certificate of our own for workers that ask for one
+    #[arg(long, alias = "client-cert-path", value_name = "FILE")]
+    #[arg(env = "CORELANE_TLS_WORKER_CERT", hide_env = true)]
+    pub tls_worker_cert: Option<std::path::PathBuf>,
+    /// Its private key
+    #[arg(long, alias = "client-key-path", value_name = "FILE")]
+    #[arg(env = "CORELANE_TLS_WORKER_KEY", hide_env = true)]
+    pub tls_worker_key: Option<std::path::PathBuf>,
 }
 
 /// How a worker is chosen.

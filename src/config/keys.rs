@@ -1,35 +1,13 @@
 //! Where the keys of clients and of the admin come from, and what they are now.
 
-use std::io::Read;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use super::files::{self, Stamp};
 use super::{ConfigError, KeyArgs, Secret};
 use crate::access::{Access, Digest, KeyTable, keys};
 
 /// Largest file of keys that is read.
 const FILE_BYTES_MAX: u64 = 16 << 20;
-
-/// What tells a file from the one that was there before: another file, or other content.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stamp {
-    device: u64,
-    inode: u64,
-    len: u64,
-    changed: (i64, i64),
-}
-
-impl Stamp {
-    fn of(found: &std::fs::Metadata) -> Stamp {
-        Stamp {
-            device: found.dev(),
-            inode: found.ino(),
-            len: found.len(),
-            // Not when it was written last: that can be set to what it was.
-            changed: (found.ctime(), found.ctime_nsec()),
-        }
-    }
-}
 
 /// What was said of keys. Kept beside what came of it, so that the file can be read again without anything else.
 #[derive(Clone, Debug, Default)]
@@ -63,8 +41,7 @@ impl KeySource {
 
     /// What the file is now; `None`: it cannot be looked at.
     pub fn stamp_now(&self) -> Option<Stamp> {
-        let found = std::fs::metadata(self.file()?);
-        found.ok().map(|found| Stamp::of(&found))
+        Stamp::now(self.file()?)
     }
 
     /// Reads the file, and makes the keys that hold of it and of the flags.
@@ -96,17 +73,8 @@ impl KeySource {
     }
 
     fn read_file(&mut self, path: &Path) -> Result<String, String> {
-        let cannot = |e: std::io::Error| format!("cannot be read: {e}");
-        let file = std::fs::File::open(path).map_err(cannot)?;
-        let found = file.metadata().map_err(cannot)?;
-        // Of what is read from here on, so that a change meanwhile is seen later.
-        self.stamp = Some(Stamp::of(&found));
-        let mut bytes = Vec::new();
-        let mut limited = file.take(FILE_BYTES_MAX + 1);
-        limited.read_to_end(&mut bytes).map_err(cannot)?;
-        if bytes.len() as u64 > FILE_BYTES_MAX {
-            return Err(format!("is larger than {FILE_BYTES_MAX} bytes"));
-        }
+        let (bytes, stamp) = files::read(path, FILE_BYTES_MAX)?;
+        self.stamp = Some(stamp);
         // Its own error would not show the text either, but let that not depend on it.
         String::from_utf8(bytes).map_err(|_| "is not UTF-8".to_owned())
     }

@@ -8,12 +8,14 @@
 
 mod cli;
 mod file;
+mod files;
 mod fixed;
 mod keys;
 mod machine;
 mod parse;
 mod pd;
 mod standing;
+mod tls;
 mod worker_url;
 
 use std::fmt;
@@ -25,13 +27,15 @@ use clap::Parser;
 
 pub use cli::{
     Cli, Command, HealthArgs, KeyArgs, LimitArgs, ListenerArgs, MachineArgs, ObservabilityArgs,
-    PdArgs, PolicyArgs, ReliabilityArgs, ServeArgs, StandingArgs,
+    PdArgs, PolicyArgs, ReliabilityArgs, ServeArgs, StandingArgs, TlsArgs,
 };
 pub use file::{Keys, LoadError, Loaded, Source};
-pub use keys::{KeySource, Stamp};
+pub use files::Stamp;
+pub use keys::KeySource;
 pub use machine::{Limit, connections_of, cpu_count, descriptor_limits, limit};
 pub use pd::{BOOTSTRAP_PORT, Connector, PdConfig, WorkerSpec};
 pub use standing::StandingConfig;
+pub use tls::{Tls, TlsSource};
 pub use worker_url::{WorkerUrl, WorkerUrlError};
 
 use crate::access::Access;
@@ -164,6 +168,10 @@ pub struct Config {
     pub access: Access,
     /// Where those come from.
     pub key_source: KeySource,
+    /// TLS for clients and to workers.
+    pub tls: Tls,
+    /// Where that comes from.
+    pub tls_source: TlsSource,
     /// Metrics need no key, whatever the rest needs.
     pub is_metrics_open: bool,
 
@@ -288,6 +296,7 @@ impl Config {
             config: _,
             listener,
             keys,
+            tls,
             policy,
             pd,
             reliability,
@@ -322,6 +331,8 @@ impl Config {
         check_api_key(&keys)?;
         let mut key_source = KeySource::from_args(&keys);
         let access = key_source.read()?;
+        let mut tls_source = TlsSource::from_args(&tls)?;
+        let tls = tls_source.read(None)?;
         let admin_listen = match keys.admin_port {
             Some(port) => Some(address("admin-host", &keys.admin_host, port)?),
             None => None,
@@ -347,6 +358,8 @@ impl Config {
             is_api_key_first: keys.api_key_wins == "router",
             access,
             key_source,
+            tls,
+            tls_source,
             is_metrics_open: keys.prometheus_open,
             settings,
             pd,
@@ -487,7 +500,7 @@ impl Config {
         .map(|(name, value): (&str, serde_json::Value)| (name.to_owned(), value))
     }
 
-    /// Whether there are keys, and how many; never which.
+    /// Whether there are keys and certificates, and how many; never which.
     fn keys_json(&self) -> impl Iterator<Item = (String, serde_json::Value)> {
         let client_count = self.access.clients.as_ref().map_or(0, |all| all.len());
         let wins = if self.is_api_key_first {
@@ -503,6 +516,11 @@ impl Config {
             ("admin_api_key_set", self.access.admin.is_some().into()),
             ("admin", admin.into()),
             ("prometheus_open", self.is_metrics_open.into()),
+            ("tls", self.tls.for_clients.is_some().into()),
+            (
+                "tls_files",
+                self.tls_source.flags().collect::<Vec<_>>().into(),
+            ),
         ]
         .into_iter()
         .map(|(name, value): (&str, serde_json::Value)| (name.to_owned(), value))

@@ -146,7 +146,12 @@ fn mistakes_name_their_flag() {
         "--slow-start-secs -1",
         "--policy consistent_hashingg",
         "--policy power_of_two --worker-urls http://a:1",
-        "--worker-urls https://a:1",
+        "--worker-urls https:a:1",
+        "--tls-cert /no/file",
+        "--tls-key /no/file",
+        "--tls-client-ca /no/file",
+        "--tls-ca /no/file",
+        "--tls-worker-cert /no/file",
         "--worker-urls http://a:1 http://a:1/",
         "--worker-urls ht!tp:/nonsense url",
         "--retry-max-backoff-ms 10",
@@ -169,9 +174,9 @@ fn an_unknown_policy_lists_the_choices_and_a_bad_url_is_named() {
     for kind in PolicyKind::ALL {
         assert!(message.contains(kind.name()), "{message}");
     }
-    let message = parse("--worker-urls http://good:1 https://bad:2").unwrap_err();
+    let message = parse("--worker-urls http://good:1 https:bad:2").unwrap_err();
     assert!(
-        message.contains("https://bad:2") && message.contains("TLS to workers is not there yet"),
+        message.contains("https:bad:2") && message.contains("must be http://host"),
         "{message}"
     );
     assert!(parse("--nonsense 1").unwrap_err().contains("--nonsense"));
@@ -182,6 +187,7 @@ fn help_is_grouped_and_names_every_flag_once() {
     let help = Cli::command().render_long_help().to_string();
     let groups = [
         "Listener and workers",
+        "TLS",
         "Policy",
         "Reliability",
         "Failing workers",

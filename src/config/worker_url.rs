@@ -1,8 +1,9 @@
-//! A worker's URL as configured or added: `http://host[:port][/prefix]`, checked once, then only compared and shown.
+//! A worker's URL as configured or added: `http://host[:port][/prefix]` or `https://`, checked once, then only compared and shown.
 
 use std::fmt;
 use std::sync::Arc;
 
+use rustls::pki_types::ServerName;
 use url::{Host, Url};
 
 /// Where a worker is. Two are equal when they mean the same place, however they are written.
@@ -13,6 +14,7 @@ pub struct WorkerUrl {
     port: u16,
     authority: Arc<str>,
     path_prefix: Arc<str>,
+    server_name: Option<ServerName<'static>>,
 }
 
 /// Why a text is not a worker's URL. Shown to operators only.
@@ -32,13 +34,13 @@ impl fmt::Display for WorkerUrlError {
 
 impl std::error::Error for WorkerUrlError {}
 
-const FORM: &str = "must be http://host[:port][/prefix]";
+const FORM: &str = "must be http://host[:port][/prefix], or https://";
 
 impl WorkerUrl {
     /// Reads and checks a URL.
     ///
     /// # Errors
-    /// Anything but plain `http://host[:port][/prefix]`: other schemes, user info, query, fragment, odd bytes.
+    /// Anything but `http://host[:port][/prefix]` and `https://`: other schemes, user info, query, fragment, odd bytes.
     pub fn parse(text: &str) -> Result<WorkerUrl, WorkerUrlError> {
         let shown = || text.chars().take(200).collect::<String>();
         let refuse = |reason| {
@@ -66,19 +68,19 @@ impl WorkerUrl {
                 reason: "user info is not taken; use --api-key",
             });
         }
-        match url.scheme() {
-            "http" => {}
-            "https" => return refuse("TLS to workers is not there yet; use http://"),
+        let is_tls = match url.scheme() {
+            "http" => false,
+            "https" => true,
             "grpc" | "grpcs" => {
                 return refuse("gRPC workers are not supported; use the worker's HTTP port");
             }
             _ => return refuse(FORM),
-        }
+        };
         // The URL standard also reads http:a and http:///a as http://a; a typing error is likelier.
-        let is_plain = text
-            .get(..7)
-            .is_some_and(|start| start.eq_ignore_ascii_case("http://"));
-        if !is_plain || text[7..].starts_with('/') {
+        let after = text
+            .get(url.scheme().len()..)
+            .and_then(|rest| rest.strip_prefix("://"));
+        if after.is_none_or(|after| after.starts_with('/')) {
             return refuse(FORM);
         }
         if url.query().is_some() || url.fragment().is_some() {
@@ -99,12 +101,18 @@ impl WorkerUrl {
             Host::Ipv6(address) => address.to_string(),
             other => other.to_string(),
         };
+        let server_name = match is_tls.then(|| ServerName::try_from(bare_host.clone())) {
+            Some(Err(_)) => return refuse("has a host that no certificate can be for"),
+            Some(Ok(name)) => Some(name),
+            None => None,
+        };
         Ok(WorkerUrl {
             text: text.trim_end_matches('/').into(),
             host: bare_host.into(),
             port,
             authority: authority.into(),
             path_prefix: url.path().trim_end_matches('/').into(),
+            server_name,
         })
     }
 
@@ -123,7 +131,12 @@ impl WorkerUrl {
         self.port
     }
 
-    /// The `Host` field (RFC 9112 section 3.2): the port only where it is not 80.
+    /// With `https://`: the name or address that its certificate must be for.
+    pub fn server_name(&self) -> Option<&ServerName<'static>> {
+        self.server_name.as_ref()
+    }
+
+    /// The `Host` field (RFC 9112 section 3.2): the port only where it is not the scheme's own.
     pub fn authority(&self) -> &Arc<str> {
         &self.authority
     }
@@ -154,7 +167,10 @@ impl WorkerUrl {
 
 impl PartialEq for WorkerUrl {
     fn eq(&self, other: &WorkerUrl) -> bool {
-        self.host == other.host && self.port == other.port && self.path_prefix == other.path_prefix
+        self.host == other.host
+            && self.port == other.port
+            && self.path_prefix == other.path_prefix
+            && self.server_name == other.server_name
     }
 }
 
@@ -184,6 +200,15 @@ mod tests {
                 80,
                 "a.b",
                 "/x/y",
+            ),
+            ("https://a", "https://a", "a", 443, "a", ""),
+            (
+                "HTTPS://[::1]:8443/x",
+                "HTTPS://[::1]:8443/x",
+                "::1",
+                8443,
+                "[::1]:8443",
+                "/x",
             ),
             ("http://[::1]:9", "http://[::1]:9", "::1", 9, "[::1]:9", ""),
             (
@@ -215,7 +240,8 @@ mod tests {
             "a:8000",
             "a",
             "ftp://a",
-            "https://a",
+            "https:a",
+            "https:///x",
             "grpc://a:1",
             "http://",
             "http:///x",
@@ -234,8 +260,6 @@ mod tests {
             let error = WorkerUrl::parse(given).expect_err(given);
             assert!(error.to_string().contains(given), "{error}");
         }
-        let tls = WorkerUrl::parse("https://a").unwrap_err();
-        assert!(tls.reason.contains("TLS to workers is not there yet"));
     }
 
     #[test]
@@ -249,6 +273,7 @@ mod tests {
         let parse = |text| WorkerUrl::parse(text).unwrap();
         assert_eq!(parse("http://a"), parse("http://A:80/"));
         assert_ne!(parse("http://a"), parse("http://a:81"));
+        assert_ne!(parse("http://a:443"), parse("https://a"));
         assert_ne!(parse("http://a"), parse("http://a/x"));
     }
 }

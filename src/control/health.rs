@@ -29,6 +29,8 @@ pub enum Failure {
     Unreachable,
     /// The answer is not HTTP, or too large.
     Malformed,
+    /// TLS came to nothing; why, in words.
+    Tls(&'static str),
 }
 
 impl Failure {
@@ -48,6 +50,7 @@ impl fmt::Display for Failure {
             Failure::Unresolved => f.write_str("host name not resolved"),
             Failure::Unreachable => f.write_str("host not reachable"),
             Failure::Malformed => f.write_str("answer not understood"),
+            Failure::Tls(why) => f.write_str(why),
         }
     }
 }

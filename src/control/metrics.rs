@@ -196,6 +196,16 @@ impl Scrape {
             "corelane_malformed",
             "Requests that could not be parsed, or broke a limit",
             self.sum(|s| s.malformed.value()),
+        )?;
+        out.counter(
+            "corelane_tls_handshakes",
+            "TLS handshakes that were done, with clients and workers",
+            self.sum(|s| s.tls_handshakes.value()),
+        )?;
+        out.counter(
+            "corelane_tls_failures",
+            "Connections that ended because TLS could not go on",
+            self.sum(|s| s.tls_failures.value()),
         )
     }
 

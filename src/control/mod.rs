@@ -22,6 +22,7 @@ mod ranks;
 mod registry;
 mod reload;
 mod reply;
+mod secure;
 pub mod standing;
 mod totals;
 mod watch;
@@ -334,16 +335,18 @@ async fn run(
     }
     let admin = admin::Admin::new(plane.clone());
     let drain = Drain::new(plane.shared.clone());
-    for (name, listener, router) in [
-        ("metrics", metrics_listener, metrics::router(plane.clone())),
-        ("admin", admin_listener, admin_port::router(plane.clone())),
-    ] {
-        if let Some((listener, is_left_at_drain)) = listener {
-            let leave = is_left_at_drain.then(|| drain.begun());
-            tokio::spawn(serve(name, listener, router, leave));
-        }
+    if let Some((listener, is_left_at_drain)) = metrics_listener {
+        let leave = is_left_at_drain.then(|| drain.begun());
+        let router = metrics::router(plane.clone());
+        tokio::spawn(serve("metrics", listener, router, leave));
     }
-    tokio::spawn(reload::watch_keys(plane.clone()));
+    if let Some((listener, is_left_at_drain)) = admin_listener {
+        let leave = is_left_at_drain.then(|| drain.begun());
+        let listener = secure::SecureListener::new(listener, plane.clone());
+        let router = admin_port::router(plane.clone());
+        tokio::spawn(serve("admin", listener, router, leave));
+    }
+    tokio::spawn(reload::watch_files(plane.clone()));
     let mut changes = plane.changes.subscribe();
     let mut drain_rate = admission::DrainRate::default();
     let mut judged = tokio::time::Instant::now();
@@ -405,7 +408,7 @@ async fn run(
 /// Serves on a listener of its own until the runtime ends, or until `leave` does.
 async fn serve(
     name: &'static str,
-    listener: tokio::net::TcpListener,
+    listener: impl axum::serve::Listener<Addr = std::net::SocketAddr>,
     router: axum::Router,
     leave: Option<impl Future<Output = ()> + Send + 'static>,
 ) {

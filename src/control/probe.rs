@@ -8,11 +8,14 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Method, Request, header};
 use http_body_util::{BodyExt, Empty, Limited};
+use hyper::client::conn::http1::SendRequest;
 use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
 use super::health::Failure;
-use crate::config::{Config, Secret, WorkerUrl};
+use crate::config::{Config, WorkerUrl};
+use crate::tls::{self, ToWorker};
 
 /// Largest body of an answer that is read.
 const BODY_BYTES_MAX: usize = 4 << 20;
@@ -62,27 +65,31 @@ pub async fn request(
     path: &str,
     timeout: Duration,
 ) -> Result<Answer, Failure> {
-    let exchange = exchange(config.api_key.as_ref(), target, method, path);
+    let exchange = exchange(config, target, method, path);
     tokio::time::timeout(timeout, exchange)
         .await
         .unwrap_or(Err(Failure::Timeout))
 }
 
 async fn exchange(
-    key: Option<&Secret>,
+    config: &Config,
     target: &Target,
     method: Method,
     path: &str,
 ) -> Result<Answer, Failure> {
     let url = &target.url;
     let (stream, address) = connect(target).await?;
-    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
-        .await
-        .map_err(|error| failure_of(&error))?;
-    let connection = AbortOnDrop(tokio::spawn(async move {
-        // Its errors reach the request, too.
-        let _ = connection.await;
-    }));
+    let (mut sender, _connection) = match url.server_name() {
+        Some(name) => {
+            let tls = config.tls.to_worker(name.clone());
+            let ToWorker { name, config } =
+                tls.map_err(|_| Failure::Tls("nobody is trusted: --tls-ca is needed"))?;
+            let connector = tokio_rustls::TlsConnector::from(config);
+            let stream = connector.connect(name, stream).await;
+            speak(stream.map_err(|error| failure_of_io(&error))?).await?
+        }
+        None => speak(stream).await?,
+    };
     let mut request = Request::builder()
         .method(method)
         .uri(format!("{}{path}", url.path_prefix()))
@@ -92,7 +99,7 @@ async fn exchange(
             concat!("corelane/", env!("CARGO_PKG_VERSION")),
         )
         .header(header::CONNECTION, "close");
-    if let Some(key) = key {
+    if let Some(key) = &config.api_key {
         request = request.header(header::AUTHORIZATION, format!("Bearer {}", key.expose()));
     }
     let request = request
@@ -111,12 +118,25 @@ async fn exchange(
                 .downcast_ref::<hyper::Error>()
                 .map_or(Failure::Malformed, failure_of)
         })?;
-    drop(connection);
     Ok(Answer {
         status,
         address,
         body: body.to_bytes(),
     })
+}
+
+/// Begins HTTP on a connection.
+async fn speak(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+) -> Result<(SendRequest<Empty<Bytes>>, AbortOnDrop), Failure> {
+    let (sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+        .await
+        .map_err(|error| failure_of(&error))?;
+    let connection = tokio::spawn(async move {
+        // Its errors reach the request, too.
+        let _ = connection.await;
+    });
+    Ok((sender, AbortOnDrop(connection)))
 }
 
 /// The connection's task must not outlive a request that was given up.
@@ -166,6 +186,10 @@ fn failure_of(error: &hyper::Error) -> Failure {
 }
 
 fn failure_of_io(error: &std::io::Error) -> Failure {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+    if let Some(error) = inner {
+        return Failure::Tls(tls::explain(error));
+    }
     match error.kind() {
         ErrorKind::ConnectionRefused => Failure::Refused,
         ErrorKind::TimedOut => Failure::Timeout,

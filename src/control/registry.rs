@@ -22,7 +22,7 @@ use super::models::Model;
 use super::mooncake::EngineIds;
 use super::standing::{Observation, Standing, Standings, Why};
 use super::totals::Totals;
-use crate::config::{BOOTSTRAP_PORT, Connector, WORKER_COUNT_MAX, WorkerSpec, WorkerUrl};
+use crate::config::{BOOTSTRAP_PORT, Connector, Tls, WORKER_COUNT_MAX, WorkerSpec, WorkerUrl};
 use crate::route::Role;
 use crate::shared::{
     Exceptions, Fleet, KvFacts, Shared, ToCore, TransferMode, Trial, Worker, WorkerStats,
@@ -320,6 +320,7 @@ pub struct Registry {
     started: Instant,
     /// By role: its policy walks a ring.
     has_rings: [bool; 3],
+    tls: Tls,
 }
 
 impl Registry {
@@ -342,6 +343,7 @@ impl Registry {
             standings: Standings::new(shared.config().standing, shared.config().health.interval),
             started: Instant::now(),
             has_rings: reload::rings(&shared.config()),
+            tls: shared.config().tls.clone(),
             shared,
         }
     }
@@ -1056,7 +1058,7 @@ impl Registry {
         let eligible = self
             .workers()
             .filter(|(entry, _)| entry.is_ready())
-            .filter_map(|(entry, rank)| worker_of(entry, rank))
+            .filter_map(|(entry, rank)| worker_of(entry, rank, &self.tls))
             .collect();
         let known_models: AHashSet<Arc<str>> = self
             .entries
@@ -1085,7 +1087,10 @@ fn number_of(models: &[Model]) -> u64 {
     models.iter().map(hash).fold(0, u64::wrapping_add)
 }
 
-fn worker_of(entry: &Entry, rank: &Rank) -> Option<Worker> {
+fn worker_of(entry: &Entry, rank: &Rank, tls: &Tls) -> Option<Worker> {
+    // Where it cannot be had, the probe has failed and said why.
+    let name = entry.url.server_name().cloned();
+    let tls = name.map(|name| tls.to_worker(name)).transpose().ok()?;
     Some(Worker {
         id: rank.id,
         role: entry.role,
@@ -1095,6 +1100,7 @@ fn worker_of(entry: &Entry, rank: &Rank) -> Option<Worker> {
         address: entry.address?,
         authority: entry.url.authority().clone(),
         path_prefix: entry.url.path_prefix().clone(),
+        tls,
         models: entry.models.iter().map(|model| model.id.clone()).collect(),
     })
 }

@@ -1,5 +1,5 @@
-//! The config file read again: on SIGHUP and `POST /reload`. One at a time; all of it, or nothing and the reason. The file
-//! of clients' keys goes with it, and is read again alone when it changes ([`watch_keys`]).
+//! The config file read again: on SIGHUP and `POST /reload`. One at a time; all of it, or nothing and the reason. The files
+//! of clients' keys and of TLS go with it, and are read again alone when one changes ([`watch_files`]).
 //!
 //! Nothing that runs is touched. Cores get the new configuration by message, workers that are listed no more drain.
 
@@ -11,10 +11,10 @@ use http::StatusCode;
 use tokio::sync::{Mutex, watch};
 
 use super::{Plane, watch as watching};
-use crate::config::{Config, Keys, Loaded, LogLevel, Source, Stamp};
+use crate::config::{Config, ConfigError, Keys, Loaded, LogLevel, Source, Stamp};
 
-/// How often it is looked at whether the file of clients' keys is another.
-const KEYS_PAUSE: Duration = Duration::from_secs(2);
+/// How often it is looked at whether those files are others.
+const FILES_PAUSE: Duration = Duration::from_secs(2);
 /// What a change of that file is called.
 const KEYS_FILE: &str = "client-api-keys-file";
 
@@ -118,9 +118,10 @@ pub(super) async fn run(plane: &Arc<Plane>) -> Result<Report, Refusal> {
     let origin = origin.filter(|origin| origin.source.path().is_some());
     let result = match origin {
         Some(origin) => attempt(plane, origin).await,
-        None if plane.shared.config().key_source.file().is_some() => renew_keys(plane).await,
+        None if has_files(&plane.shared.config()) => renew_files(plane).await,
         None => {
-            let message = "nothing to reload: started without --config or --client-api-keys-file";
+            let message =
+                "nothing to reload: started without --config, --client-api-keys-file or --tls-...";
             tracing::warn!("{message}");
             return Err(Refusal::new("no_config_file", message.to_owned()));
         }
@@ -140,57 +141,83 @@ fn settle(plane: &Plane, result: &Result<Report, Refusal>) {
     }
 }
 
-/// Looks at the file of clients' keys now and then, and makes it hold when it is another. One that cannot be is said once.
-pub(super) async fn watch_keys(plane: Arc<Plane>) {
-    let mut refused: Option<Option<Stamp>> = None;
+/// Whether there are files beside the config file.
+fn has_files(config: &Config) -> bool {
+    config.key_source.file().is_some() || config.tls_source.flags().next().is_some()
+}
+
+/// What those files are, or were when they were read; `None`: there are none.
+type Stamps = (Option<Stamp>, Vec<Option<Stamp>>);
+
+/// Looks at the files now and then, and makes them hold when one is another. One that cannot be is said once.
+pub(super) async fn watch_files(plane: Arc<Plane>) {
+    let mut refused: Option<Stamps> = None;
     loop {
-        tokio::time::sleep(KEYS_PAUSE).await;
+        tokio::time::sleep(FILES_PAUSE).await;
         let config = plane.shared.config();
-        if config.key_source.file().is_none() {
+        if !has_files(&config) {
             continue; // A reload may name one.
         }
-        let source = config.key_source.clone();
-        let Ok(now) = tokio::task::spawn_blocking(move || source.stamp_now()).await else {
+        let held = (config.key_source.stamp(), config.tls_source.stamps());
+        let look = move || {
+            (
+                config.key_source.stamp_now(),
+                config.tls_source.stamps_now(),
+            )
+        };
+        let Ok(now) = tokio::task::spawn_blocking(look).await else {
             continue;
         };
-        if now == config.key_source.stamp() || Some(now) == refused {
+        if now == held || Some(&now) == refused.as_ref() {
             continue;
         }
         let _turn = plane.reload.turn.lock().await;
-        let result = renew_keys(&plane).await;
+        let result = renew_files(&plane).await;
         refused = result.is_err().then_some(now);
         settle(&plane, &result);
     }
 }
 
-/// Reads the file of clients' keys, and nothing else. To be called by whose turn it is.
-async fn renew_keys(plane: &Arc<Plane>) -> Result<Report, Refusal> {
+/// Reads the files beside the config file, and nothing else. To be called by whose turn it is.
+async fn renew_files(plane: &Arc<Plane>) -> Result<Report, Refusal> {
     let old = plane.shared.config();
-    let mut source = old.key_source.clone();
-    let read = move || (source.read(), source);
-    let invalid = |reason: String| Refusal::new("invalid_config", reason);
-    let Ok((access, source)) = tokio::task::spawn_blocking(read).await else {
-        return Err(invalid("internal error".to_owned()));
-    };
-    let access = access.map_err(|e| invalid(format!("{}: {}", e.flag, e.reason)))?;
-    let has_changed = access != old.access;
     let mut config = Config::clone(&old);
-    config.access = access;
-    config.key_source = source;
+    let read = move || {
+        config.access = config.key_source.read()?;
+        config.tls = config.tls_source.read(Some(&config.tls))?;
+        Ok(config)
+    };
+    let invalid = |reason: String| Refusal::new("invalid_config", reason);
+    let read: Result<Config, ConfigError> = tokio::task::spawn_blocking(read)
+        .await
+        .map_err(|_| invalid("internal error".to_owned()))?;
+    let config = read.map_err(|e| invalid(format!("{}: {}", e.flag, e.reason)))?;
+    let mut changed = Vec::new();
+    if config.access != old.access {
+        changed.push(KEYS_FILE.to_owned());
+    }
+    if config.tls != old.tls {
+        changed.extend(config.tls_source.flags().map(str::to_owned));
+    }
     let config = Arc::new(config);
+    plane.registry().configure(&config);
     plane.shared.configure(config.clone());
-    announce_keys(&config);
-    let changed = has_changed.then(|| KEYS_FILE.to_owned());
+    announce_files(&config, &changed);
     Ok(Report {
-        changed: changed.into_iter().collect(),
+        changed,
         added: Vec::new(),
         removed: Vec::new(),
     })
 }
 
-fn announce_keys(config: &Config) {
-    let count = config.access.clients.as_ref().map_or(0, |all| all.len());
-    tracing::info!(count, "clients' keys reloaded");
+fn announce_files(config: &Config, changed: &[String]) {
+    let client_key_count = config.access.clients.as_ref().map_or(0, |all| all.len());
+    let changed = changed.join(", ");
+    tracing::info!(
+        changed,
+        client_key_count,
+        "keys and certificates read again"
+    );
 }
 
 async fn attempt(plane: &Arc<Plane>, origin: &Origin) -> Result<Report, Refusal> {
@@ -219,8 +246,13 @@ async fn attempt(plane: &Arc<Plane>, origin: &Origin) -> Result<Report, Refusal>
     // What the file holds may be other, though it is the same file.
     if config.access != old.access && !are_said {
         changed.push(KEYS_FILE.to_owned());
-        changed.sort();
     }
+    if config.tls != old.tls {
+        let flags = config.tls_source.flags().map(str::to_owned);
+        let news: Vec<String> = flags.filter(|flag| !changed.contains(flag)).collect();
+        changed.extend(news);
+    }
+    changed.sort();
     let fixed = fixed(&old, &config, &changed);
     if !fixed.is_empty() {
         let message = format!("needs a restart: {}", fixed.join(", "));

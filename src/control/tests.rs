@@ -365,10 +365,10 @@ fn bad_requests_get_clear_answers() {
         ("POST", "/add_worker?url=", "", 400, "invalid_worker_url"),
         (
             "POST",
-            "/add_worker?url=https://a",
+            "/add_worker?url=https:a",
             "",
             400,
-            "TLS to workers is not there yet",
+            "must be http://host",
         ),
         (
             "POST",

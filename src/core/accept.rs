@@ -14,6 +14,7 @@ use socket2::SockRef;
 use super::{ACCEPT_PAUSE_NS, Core, Down, Turn, Wire};
 use crate::exchange::Session;
 use crate::shared::CoreShared;
+use crate::tls;
 
 /// A listener and what the kernel does with it.
 pub(super) struct Door {
@@ -95,8 +96,23 @@ impl Core {
             // What was queued before this process set the option on the listener has not inherited it.
             crate::ring::set_no_delay(&fd);
         }
+        let tls = match self
+            .config
+            .tls
+            .for_clients
+            .clone()
+            .map(tls::Session::of_client)
+        {
+            Some(Err(e)) => {
+                self.stats().closed.add(1);
+                return self.complain("no TLS for a client", &io::Error::other(e.to_string()));
+            }
+            Some(Ok(tls)) => Some(Box::new(tls)),
+            None => None,
+        };
         let wire = Wire {
             fd: Some(fd),
+            tls,
             is_open: true,
             ..Wire::default()
         };

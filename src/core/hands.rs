@@ -1,5 +1,6 @@
 //! The world of a session as the core makes it: sockets through the ring, choices through the shards.
 
+use std::io;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -7,14 +8,16 @@ use shards::{LoadGuard, Permit, Pin, Slot};
 
 use super::Core;
 use super::table::{Up, Use, Wire};
+use super::tls::Piece;
 use crate::access_log::Entry;
 use crate::config::Config;
 use crate::exchange::{
     Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
 };
-use crate::ring::{Lease, Token};
+use crate::ring::Token;
 use crate::route::{self, Candidates, Home, Key, PolicyKind, Role, TreePrefixes};
 use crate::shared::{AdminRequest, Fleet, Outcome, Route, Worker};
+use crate::tls::ToWorker;
 
 /// A core tries a worker that is out no more often than this.
 const TRIAL_PAUSE_NS: u64 = 250_000_000;
@@ -296,7 +299,7 @@ impl Hands<'_, '_> {
 }
 
 impl World for Hands<'_, '_> {
-    type Piece = Lease;
+    type Piece = Piece;
 
     fn config(&self) -> &Config {
         &self.core.config
@@ -349,7 +352,7 @@ impl World for Hands<'_, '_> {
         self.core.send_bytes(client, bytes);
     }
 
-    fn send_piece(&mut self, piece: Lease, from: usize, to: usize) {
+    fn send_piece(&mut self, piece: Piece, from: usize, to: usize) {
         let client = self.client;
         self.core.send_piece(client, &piece.as_ref()[from..to]);
     }
@@ -363,6 +366,7 @@ impl World for Hands<'_, '_> {
             down.wire.is_held_by_queue = false;
         }
         self.core.match_receive(client);
+        self.core.say_goodbye(client);
         self.core.put_off_cut(client);
         self.core.finish_if_flushed(client);
     }
@@ -515,7 +519,7 @@ impl World for Hands<'_, '_> {
     }
 
     fn dial(&mut self, slot: Slot, fresh: bool) -> Dial {
-        let Some(address) = self.turn.fleet.worker(slot).map(|w| w.address) else {
+        let Some(worker) = self.turn.fleet.worker(slot) else {
             return Dial::Refused;
         };
         let core = &mut *self.core;
@@ -532,13 +536,24 @@ impl World for Hands<'_, '_> {
                 return Dial::Reused;
             }
         }
+        let tls = match worker.tls.as_ref().map(ToWorker::session) {
+            Some(Err(e)) => {
+                core.complain("no TLS to a worker", &io::Error::other(e.to_string()));
+                return Dial::Refused;
+            }
+            Some(Ok(tls)) => Some(Box::new(tls)),
+            None => None,
+        };
         let up = Up {
-            wire: Wire::default(),
+            wire: Wire {
+                tls,
+                ..Wire::default()
+            },
             slot,
             usage: Use::Leg(self.client),
         };
         let token = core.ups.insert(up);
-        match core.ring.connect(token, &address) {
+        match core.ring.connect(token, &worker.address) {
             Ok((fd, connect_op)) => {
                 if let Some(up) = core.ups.find(token) {
                     up.wire.fd = Some(fd);
@@ -573,7 +588,7 @@ impl World for Hands<'_, '_> {
         }
     }
 
-    fn send_worker_piece(&mut self, piece: Lease, from: usize, to: usize) {
+    fn send_worker_piece(&mut self, piece: Piece, from: usize, to: usize) {
         if let Some(leg) = self.leg() {
             self.core.send_piece(leg, &piece.as_ref()[from..to]);
         }

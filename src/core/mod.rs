@@ -18,6 +18,7 @@ mod line;
 mod shelf;
 pub mod shun;
 mod table;
+mod tls;
 mod wheel;
 
 use std::io;
@@ -40,6 +41,7 @@ use line::Line;
 use shelf::Shelf;
 use shun::Shunned;
 use table::{Down, Outgoing, Table, Up, Use, Wire, is_upstream};
+use tls::Piece;
 use wheel::Wheel;
 
 /// How long what a client still sends is read and dropped after our last byte, so that it gets that byte.
@@ -457,27 +459,31 @@ impl Core {
         }
         match received {
             Received::Data(lease) => {
-                self.data(turn, token, lease);
+                if wire.tls.is_some() {
+                    self.unseal(turn, token, lease);
+                } else {
+                    self.data(turn, token, Piece::Received(lease));
+                }
                 self.match_receive(token);
             }
             Received::Starved => self.starved.push(token),
             Received::Stopped => self.match_receive(token),
-            Received::End => self.ended(turn, token, false),
+            Received::End => self.cut(turn, token),
             Received::Failed(_) => self.ended(turn, token, true),
         }
     }
 
-    fn data(&mut self, turn: Turn<'_>, token: Token, lease: crate::ring::Lease) {
+    fn data(&mut self, turn: Turn<'_>, token: Token, piece: Piece) {
         if !is_upstream(token) {
             self.with_session(turn, token, |session, hands| {
-                session.on_client_bytes(hands, lease)
+                session.on_client_bytes(hands, piece)
             });
             return;
         }
         match self.ups.find(token).map(|up| up.usage) {
             Some(Use::Leg(client)) => {
                 self.with_session(turn, client, |session, hands| {
-                    session.on_worker_bytes(hands, lease)
+                    session.on_worker_bytes(hands, piece)
                 });
             }
             // A worker that speaks out of turn is not to be trusted with the next request.
@@ -563,9 +569,11 @@ impl Core {
         self.drained(turn, token);
     }
 
-    /// A buffer has been sent: a request's goes back to its session, others to the shelf.
+    /// A buffer has been sent: a request's goes back to its session, others to the shelf (with TLS the session has its own
+    /// again already).
     fn give_back(&mut self, turn: Turn<'_>, token: Token, buffer: Vec<u8>) {
         if is_upstream(token)
+            && self.wire(token).is_some_and(|wire| wire.tls.is_none())
             && let Some(Use::Leg(client)) = self.ups.find(token).map(|up| up.usage)
         {
             return self.with_session(turn, client, |session, hands| {
@@ -610,6 +618,9 @@ impl Core {
                 up.wire.is_open = true;
             }
             self.match_receive(token);
+            if self.greet(token) {
+                return;
+            }
             self.with_session(turn, client, |session, hands| session.on_connected(hands));
         } else {
             self.with_session(turn, client, |session, hands| {
@@ -750,6 +761,9 @@ impl Core {
 
     /// Sends a part of a received piece. What the socket does not take is copied: shared buffers are for receiving.
     fn send_piece(&mut self, token: Token, piece: &[u8]) {
+        if let Some(sealed) = self.seal(token, piece) {
+            return self.send_sealed(token, sealed);
+        }
         let taken = self.offer(token, piece);
         if taken < piece.len() {
             let mut bytes = self.shelf.take();
@@ -762,6 +776,10 @@ impl Core {
 
     /// Sends bytes of our own.
     fn send_bytes(&mut self, token: Token, bytes: Vec<u8>) {
+        if let Some(sealed) = self.seal(token, &bytes) {
+            self.shelf.put(bytes);
+            return self.send_sealed(token, sealed);
+        }
         let taken = self.offer(token, &bytes);
         if taken < bytes.len() {
             self.queue(token, Outgoing { bytes, from: taken });
@@ -772,6 +790,13 @@ impl Core {
 
     /// Sends a request; gives the buffer back if it has left already.
     fn send_request(&mut self, token: Token, bytes: Vec<u8>, from: usize) -> Option<Vec<u8>> {
+        if let Some(sealed) = self.seal(token, &bytes[from..]) {
+            if let Some(wire) = self.wire(token) {
+                wire.message_bytes = sealed.len();
+            }
+            self.send_sealed(token, sealed);
+            return Some(bytes);
+        }
         let from = from + self.offer(token, &bytes[from..]);
         if from == bytes.len() {
             return Some(bytes);
@@ -931,6 +956,9 @@ impl Core {
 
     /// Ends a connection now; its place is freed when the kernel has let go of it (C3).
     fn kill(&mut self, token: Token) {
+        if is_upstream(token) {
+            self.part(token);
+        }
         let ring = &mut self.ring;
         let wire = if is_upstream(token) {
             self.ups.find(token).map(|up| {

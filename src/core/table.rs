@@ -7,6 +7,7 @@ use shards::{Counted, Slot};
 
 use crate::exchange::Session;
 use crate::ring::Token;
+use crate::tls;
 
 /// Marks a token as a worker's connection; the rest of the index is its place.
 const UPSTREAM: u32 = 1 << 31;
@@ -26,6 +27,8 @@ pub struct Outgoing {
 #[derive(Default)]
 pub struct Wire {
     pub fd: Option<OwnedFd>,
+    /// What lies between the socket's bytes and HTTP's; `None`: nothing.
+    pub tls: Option<Box<tls::Session>>,
     /// Bytes that wait behind the send in flight.
     pub queue: VecDeque<Outgoing>,
     /// Bytes in the queue, and in the send in flight where it is known.

@@ -6,6 +6,7 @@ pub mod line;
 pub mod naive;
 pub mod pd;
 pub mod process;
+pub mod tls;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -16,7 +17,7 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use corelane::Router;
 use corelane::config::{Cli, Config};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -700,8 +701,8 @@ impl Answer {
 }
 
 /// A client's connection.
-pub struct Client {
-    pub stream: TcpStream,
+pub struct Client<S = TcpStream> {
+    pub stream: S,
     pub buffer: Vec<u8>,
 }
 
@@ -727,6 +728,14 @@ impl Client {
         }
     }
 
+    /// Closes with a reset.
+    pub fn reset(self) {
+        #[allow(deprecated, reason = "zero linger does not block")]
+        let _ = self.stream.set_linger(Some(Duration::ZERO));
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Client<S> {
     pub async fn send(&mut self, bytes: &[u8]) {
         let _ = self.stream.write_all(bytes).await;
     }
@@ -841,12 +850,6 @@ impl Client {
     pub async fn post(&mut self, path: &str, body: &[u8]) -> Option<Answer> {
         self.send(&post(path, body)).await;
         self.answer(false).await
-    }
-
-    /// Closes with a reset.
-    pub fn reset(self) {
-        #[allow(deprecated, reason = "zero linger does not block")]
-        let _ = self.stream.set_linger(Some(Duration::ZERO));
     }
 }
 

@@ -58,6 +58,7 @@ fn place(id: WorkerId, role: Role) -> Worker {
         address: ([127, 0, 0, 1], 8000).into(),
         authority: "worker.test:8000".into(),
         path_prefix: "".into(),
+        tls: None,
         models: Vec::new(),
     }
 }

@@ -73,8 +73,9 @@ impl Registry {
             entry.tracker.configure(&config.health);
         }
         let rings = rings(config);
-        if rings != self.has_rings {
+        if rings != self.has_rings || config.tls != self.tls {
             self.has_rings = rings;
+            self.tls = config.tls.clone();
             self.publish();
         }
     }
