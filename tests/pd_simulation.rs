@@ -8,18 +8,20 @@
 //!
 //! The invariants are those of `exchange::pd` (P1 to P4) and of `exchange` (E1 to E4).
 
+#[cfg(not(fuzzing))]
 mod common;
+#[cfg(fuzzing)]
+use crate::common;
 
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
 
-use clap::Parser;
 use common::line::Line;
 use common::naive::{Message, chunked, field, read_message, status};
 use common::{Rng, seed};
 use corelane::access_log::Entry;
-use corelane::config::{Cli, Config};
+use corelane::config::Config;
 use corelane::exchange::{
     Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
 };
@@ -1363,15 +1365,13 @@ fn place(id: WorkerId) -> Worker {
 
 fn config(flags: &[&str]) -> Rc<Config> {
     let line = [
-        "corelane",
         "--vllm-pd-disaggregation",
         "--pd-handover-age-max-secs",
         "3",
         "--pd-release-timeout-secs",
         "5",
     ];
-    let cli = Cli::try_parse_from(line.iter().chain(flags)).expect("the flags parse");
-    Rc::new(Config::from_cli(cli).expect("the flags are in range"))
+    Rc::new(Config::for_tests(&[&line, flags].concat()))
 }
 
 impl Play {
@@ -2260,6 +2260,23 @@ fn random_play(seed: u64, configs: &[Rc<Config>]) -> Play {
     play
 }
 
+fn schedule_configs() -> [Rc<Config>; 5] {
+    [
+        config(&[]),
+        config(&["--pd-missing-transfer", "decode"]),
+        config(&["--pd-skip-prefill-below", "60"]),
+        config(&["--disable-retries"]),
+        config(&["--retry-max-retries", "1"]),
+    ]
+}
+
+/// One schedule, for `.fuzz`: its bytes take the place of the generator.
+#[cfg(fuzzing)]
+pub fn schedule() {
+    thread_local!(static CONFIGS: [Rc<Config>; 5] = schedule_configs());
+    CONFIGS.with(|configs| random_play(0, configs));
+}
+
 #[test]
 fn no_schedule_of_events_breaks_an_invariant() {
     let base = seed();
@@ -2267,13 +2284,7 @@ fn no_schedule_of_events_breaks_an_invariant() {
         .ok()
         .and_then(|s| s.parse().ok())
         .unwrap_or(20_000);
-    let configs = [
-        config(&[]),
-        config(&["--pd-missing-transfer", "decode"]),
-        config(&["--pd-skip-prefill-below", "60"]),
-        config(&["--disable-retries"]),
-        config(&["--retry-max-retries", "1"]),
-    ];
+    let configs = schedule_configs();
     let mut tally = Tally::default();
     for n in 0..cases {
         tally.add(&random_play(base.wrapping_add(n), &configs));

@@ -5,7 +5,10 @@
 //! invariants of `exchange` checked after every event. A failure prints `case SEED` and what happened; `SEED=that` plays
 //! it again as the first case.
 
+#[cfg(not(fuzzing))]
 mod common;
+#[cfg(fuzzing)]
+use crate::common;
 
 use std::collections::{HashSet, VecDeque};
 use std::rc::Rc;
@@ -1082,6 +1085,11 @@ impl Bench {
         }
     }
 
+    fn in_flight(&self) -> u32 {
+        let held = |worker: &WorkerId| self.books.in_flight(worker.slot);
+        self.workers.iter().map(held).sum()
+    }
+
     fn case(&self, seed: u64, asks: Vec<Asked>) -> Case {
         Case::new(seed, &self.config, self.books, &self.workers, asks)
     }
@@ -1518,6 +1526,19 @@ impl Case {
     }
 }
 
+/// One schedule, for `.fuzz`: its bytes take the place of the generator.
+#[cfg(fuzzing)]
+pub fn schedule() {
+    thread_local!(static BENCH: Bench = Bench::new());
+    BENCH.with(|bench| {
+        let mut case = random_case(bench, 0);
+        play_random(&mut case);
+        case.check_end();
+        drop(case);
+        assert_eq!(bench.in_flight(), 0, "E1: a count outlived its connection");
+    });
+}
+
 #[test]
 fn no_schedule_of_events_breaks_an_invariant() {
     let base = seed();
@@ -1543,13 +1564,8 @@ fn no_schedule_of_events_breaks_an_invariant() {
             _ => aborted += 1,
         }
         drop(case);
-        let left: u32 = bench
-            .workers
-            .iter()
-            .map(|w| bench.books.in_flight(w.slot))
-            .sum();
         assert_eq!(
-            left,
+            bench.in_flight(),
             0,
             "E1: a count outlived its connection, case {}",
             base.wrapping_add(n)

@@ -1,5 +1,7 @@
 //! The gate of a simulation: who waits is let in when the schedule says so.
 
+use std::cell::RefCell;
+
 use corelane::exchange::Entrance;
 use shards::{Entry, Gate, Permit};
 
@@ -10,10 +12,24 @@ pub struct Line {
     pub is_waiting: bool,
 }
 
+thread_local! {
+    /// Gates live for ever, so those that nobody uses any more serve again.
+    static FREE: RefCell<Vec<&'static Gate>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        if self.gate.counts() == (0, 0) {
+            FREE.with_borrow_mut(|free| free.push(self.gate));
+        }
+    }
+}
+
 impl Line {
     pub fn new() -> Line {
+        let free = FREE.with_borrow_mut(Vec::pop);
         Line {
-            gate: Box::leak(Box::new(Gate::new(1))),
+            gate: free.unwrap_or_else(|| Box::leak(Box::new(Gate::new(1)))),
             is_waiting: false,
         }
     }
