@@ -433,6 +433,8 @@ fn read_answers(wire: &Wire<'_>, is_over: bool) -> Vec<Answer> {
             // Its head was refused before its method was known.
             message = naive::answer(rest, false).expect("an answer of ours");
         }
+        let is_told = message.head.lists("connection", "close");
+        assert!(!message.until_close || is_told, "a client that is to wait for the end is not told");
         let is_whole = match message.until_close {
             true => is_over && wire.closed == Some(Closed::Finished),
             false => message.len.is_some(),

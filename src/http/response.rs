@@ -240,10 +240,12 @@ fn write(
         let keeps_length = (relay == Relay::AsIs || relay == Relay::Nothing)
             && response.framing != Framing::Chunked
             && status != 204;
-        if is_hop_by_hop(name) || (has_connection && named(name)) {
+        let is_length = name.len() == 14 && is(name, "content-length");
+        // A length stays, whatever Connection names: without it the client would wait for the connection's end.
+        if is_hop_by_hop(name) || (has_connection && !is_length && named(name)) {
             continue;
         }
-        if name.len() == 14 && is(name, "content-length") {
+        if is_length {
             // Two equal ones are one (RFC 9112 section 6.3).
             if !keeps_length || std::mem::replace(&mut has_length, true) {
                 continue;
@@ -297,4 +299,36 @@ fn write_interim(parsed: &httparse::Response<'_, '_>, status: u16, out: &mut Vec
         }
     }
     out.extend_from_slice(b"\r\n");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn for_client(head: &str) -> String {
+        let client = Client {
+            is_http10: false,
+            is_head: false,
+            keep_alive: true,
+            request_id: b"",
+            hides_workers_id: false,
+            length: None,
+        };
+        let mut out = Vec::new();
+        assert!(matches!(
+            parse(head.as_bytes(), client, &mut out),
+            Ok(Some(_))
+        ));
+        String::from_utf8(out).unwrap()
+    }
+
+    /// Found by fuzzing: the client of a connection that stays open would have waited for ever.
+    #[test]
+    fn a_length_that_connection_names_still_reaches_the_client() {
+        let came = "HTTP/1.1 200 OK\r\nConnection: Content-Length, X-Hop\r\nX-Hop: 1\r\nContent-Length: 2\r\n\r\n";
+        assert_eq!(
+            for_client(came),
+            "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
+        );
+    }
 }
