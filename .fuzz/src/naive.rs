@@ -80,11 +80,10 @@ impl Head {
     }
 
     /// Whether a comma list, over all fields of that name, has a word.
-    pub fn lists(&self, name: &str, word: &str) -> bool {
-        let values = self.all(name).join(&b',');
-        values
-            .split(|b| *b == b',')
-            .any(|w| w.trim_ascii().eq_ignore_ascii_case(word.as_bytes()))
+    pub fn lists(&self, name: &str, word: &[u8]) -> bool {
+        let words = self.all(name).into_iter();
+        let mut words = words.flat_map(|value| value.split(|b| *b == b','));
+        words.any(|w| w.trim_ascii().eq_ignore_ascii_case(word))
     }
 
     /// Whether a field is for one hop only: by its name, or named by Connection.
@@ -100,8 +99,10 @@ impl Head {
             "transfer-encoding",
             "upgrade",
         ];
-        let name = String::from_utf8_lossy(name);
-        NAMES.iter().any(|n| n.eq_ignore_ascii_case(&name)) || self.lists("connection", &name)
+        let is_listed = NAMES
+            .iter()
+            .any(|n| name.eq_ignore_ascii_case(n.as_bytes()));
+        is_listed || self.lists("connection", name)
     }
 
     /// Method, target, and whether it is HTTP/1.1; of HTTP/1.0 and 1.1 only.

@@ -357,7 +357,7 @@ impl World for Wire<'_> {
                 "kept with the answer's end in doubt"
             );
             assert!(
-                !answer.head.lists("connection", "close"),
+                !answer.head.lists("connection", b"close"),
                 "kept although its worker closes"
             );
         }
@@ -433,8 +433,11 @@ fn read_answers(wire: &Wire<'_>, is_over: bool) -> Vec<Answer> {
             // Its head was refused before its method was known.
             message = naive::answer(rest, false).expect("an answer of ours");
         }
-        let is_told = message.head.lists("connection", "close");
-        assert!(!message.until_close || is_told, "a client that is to wait for the end is not told");
+        let is_told = message.head.lists("connection", b"close");
+        assert!(
+            !message.until_close || is_told,
+            "a client that is to wait for the end is not told"
+        );
         let is_whole = match message.until_close {
             true => is_over && wire.closed == Some(Closed::Finished),
             false => message.len.is_some(),

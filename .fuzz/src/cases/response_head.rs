@@ -66,7 +66,7 @@ pub fn response_head(data: &[u8]) {
     assert_eq!(sent.len, out.len(), "something hides behind it");
     assert_eq!(sent.status_line(), Some((status, true)));
     check_framing(&response, relay, client, &sent, framing, has_body);
-    let closes = sent.lists("connection", "close");
+    let closes = sent.lists("connection", b"close");
     assert_eq!(
         closes, !keep_alive,
         "whether the connection lives on is said"
@@ -108,7 +108,7 @@ fn check_framing(
         (Relay::Unframed, _) => {
             assert_eq!(said, naive::Framing::Unsaid);
             assert!(
-                sent.lists("connection", "close"),
+                sent.lists("connection", b"close"),
                 "only the connection's end ends it"
             );
         }
