@@ -415,10 +415,10 @@ impl<'b> Scanner<'b> {
             match self.peek(at) {
                 Some(b'"') => at = self.string(at + 1)?,
                 Some(b'-' | b'0'..=b'9') => {
-                    let after = if open.in_object {
-                        at
-                    } else {
+                    let after = if open.is_in_array() {
                         self.whole_numbers(at)
+                    } else {
+                        at
                     };
                     if after != at {
                         at = after;
@@ -625,6 +625,11 @@ impl Nesting {
 
     fn is_empty(&self) -> bool {
         self.depth == self.floor
+    }
+
+    /// Only there may a comma be followed by the next value; what is around the outermost value is not known here.
+    fn is_in_array(&self) -> bool {
+        !self.in_object && !self.is_empty()
     }
 
     /// `None`: that level would be one too many.

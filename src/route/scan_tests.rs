@@ -152,6 +152,27 @@ fn refuses_what_is_not_json_and_says_where() {
     }
 }
 
+/// Found by fuzzing: runs of numbers, which are skipped by blocks, passed in the body's object as in an array.
+#[test]
+fn only_in_an_array_does_a_comma_lead_to_the_next_number() {
+    let numbers: Vec<String> = (10..60).map(|n| n.to_string()).collect();
+    let numbers = numbers.join(",");
+    let refused = |at| Err(ScanError::Syntax { at });
+    let body = format!(r#"{{"a":{numbers},"b":true}}"#);
+    assert_eq!(scan(body.as_bytes()), refused(8));
+    let body = format!(r#"{{"n":999999999999999999999999999999,2,"b":{{"c":{numbers}}}}}"#);
+    assert_eq!(scan(body.as_bytes()), refused(36));
+    assert_eq!(scan(numbers.as_bytes()), refused(2));
+    let array = format!("[{numbers}]");
+    let whole = Field {
+        start: 0,
+        end: array.len(),
+    };
+    let first = Field { start: 1, end: 3 };
+    let found = first_element(array.as_bytes(), whole);
+    assert_eq!(found, Some((first, true)));
+}
+
 #[test]
 fn every_accepted_body_is_refused_when_it_breaks_off() {
     for body in ACCEPTED {
