@@ -1036,52 +1036,31 @@ async fn a_worker_that_dies_in_mid_stream_never_looks_like_a_clean_end() {
 
 #[tokio::test]
 async fn broken_framing_of_a_worker_is_502_or_a_visible_break_and_the_next_request_works() {
-    let huge = format!(
-        "HTTP/1.1 200 OK\r\nX-Huge: {}\r\nContent-Length: 2\r\n\r\nok",
-        "h".repeat(400_000)
-    );
-    let table: Vec<&[u8]> = vec![
-        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 2, 2\r\n\r\nok",
-        b"HTTP/1.1 200 OK\r\nContent-Length: +2\r\n\r\nok",
-        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\nok",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\nok",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
-        b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nok\r\n0\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\nok\r\n0\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nokay\r\n0\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\nfffffffffffffffff\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-2\r\nok\r\n0\r\n\r\n",
-        b"HTTP/1.1 200 OK\nContent-Length: 2\n\nok",
-        b"HTTP/1.1 200 OK\r\nContent-Length : 2\r\n\r\nok",
-        b"HTTP/1.1 200 OK\r\nX: a\r\n b\r\nContent-Length: 2\r\n\r\nok",
-        b"HTTP/1.1 200 OK\r\nX: \0\r\nContent-Length: 2\r\n\r\nok",
-        b"HTTP/2.0 200 OK\r\nContent-Length: 2\r\n\r\nok",
-        b"HTTP/1.1 20 OK\r\nContent-Length: 2\r\n\r\nok",
-        b"HTTP/1.1 099 OK\r\nContent-Length: 2\r\n\r\nok",
-        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\nPRI",
-        b"garbage\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
-        huge.as_bytes(),
-    ];
+    // The refusals of the framing table; where the connection's end is the fault, the worker ends it.
+    let mut table = Vec::new();
+    for rule in framing::answers() {
+        if rule.refusal().is_some() {
+            let is_cut = rule.input.starts_with("an end before");
+            let end = if is_cut { End::Fin } else { End::Stall };
+            table.extend(rule.wires.into_iter().map(|(_, wire)| (wire, end)));
+        }
+    }
+    assert!(table.len() >= 25, "{} answers", table.len());
     let worker = Worker::start().await;
-    let wires: Arc<Vec<Vec<u8>>> = Arc::new(table.iter().map(|w| w.to_vec()).collect());
+    let wires = Arc::new(table);
     let answers = wires.clone();
     worker.script(move |r| match r.has_text("n:") {
         true => Reply {
-            raw: Some(answers[number(&r.body) as usize].clone()),
+            raw: Some(answers[number(&r.body) as usize].0.clone()),
             pieces: Vec::new(),
-            end: End::Stall,
+            end: answers[number(&r.body) as usize].1,
             ..Reply::default()
         },
         false => Reply::default(),
     });
     let router = router(&[&worker], &["--disable-retries"]).await;
     let mut uncounted = Vec::new();
-    for (n, wire) in wires.iter().enumerate() {
+    for (n, (wire, _)) in wires.iter().enumerate() {
         let failures_before = failures(&router, &worker.url());
         let shown = text(&wire[..wire.len().min(90)]);
         let mut client = Client::open(router.address).await;
@@ -1138,6 +1117,7 @@ async fn a_workers_length_said_twice_goes_on_once_or_not_at_all() {
     let head = client.head().await.unwrap();
     let lengths = head.to_ascii_lowercase().matches("content-length:").count();
     assert!(lengths == 1, "{lengths} lengths: {head}");
+    until_books_are_empty(&router).await;
 }
 
 #[tokio::test]
@@ -1180,6 +1160,7 @@ async fn bytes_of_a_worker_that_belong_to_no_request_reach_no_client() {
             }
         }
     }
+    until_books_are_empty(&router).await;
 }
 
 // ---- connections that die, workers that refuse ----

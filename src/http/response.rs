@@ -106,6 +106,9 @@ fn judge(
     let (Some(status), Some(version)) = (parsed.code, parsed.version) else {
         return Err(Broken("the status line of the answer is malformed"));
     };
+    if len > HEAD_BYTES_MAX {
+        return Err(Broken("the head of the answer is too large"));
+    }
     if status < 100 || has_bare_line_end(&bytes[..len]) {
         return Err(Broken("the head of the answer is malformed"));
     }

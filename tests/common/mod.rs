@@ -2,6 +2,7 @@
 //! this process. Everything on loopback, port 0.
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+pub mod framing;
 pub mod line;
 pub mod naive;
 pub mod pd;
