@@ -41,13 +41,14 @@
 //! control -> config, shared        route -> shards                      http -> httparse
 //! access: who may ask for what; named by config, exchange and control
 //! tls: what lies between a socket and HTTP; named by config, shared, core and control
+//! held: bytes of clients in memory, counted; named by exchange, core and shared
 //! ```
 //!
 //! `shared` is what both planes see; `config` is read by all; `access_log` is where cores put their lines. `listen` and `notify` serve `start`, `main` and the drain.
 //!
 //! # Invariants
 //!
-//! Ids stand at the top of the file that keeps them: B* books, G* gate, T* tree, P* publish, N* sessions (crate `shards`), R* ring, C* core, F* the list of workers,
+//! Ids stand at the top of the file that keeps them: B* books, G* gate, T* tree, P* publish, N* sessions (crate `shards`), R* ring, C* core, M* memory, F* the list of workers,
 //! E* exchange (there also P1 to P4 the two legs, W* both at once, Q* those who wait), J* standing. Each of `shards`' has its loom model in
 //! `loom_tests`.
 #![deny(missing_docs)]
@@ -64,6 +65,8 @@ pub mod demo;
 pub mod doctor;
 #[forbid(unsafe_code)]
 pub mod exchange;
+#[forbid(unsafe_code)]
+pub mod held;
 #[forbid(unsafe_code)]
 pub mod http;
 pub mod listen;

@@ -18,6 +18,7 @@ use shards::{
 
 use crate::access_log::AccessLog;
 use crate::config::Config;
+use crate::held::ByteCount;
 use crate::route::{Candidates, PolicyKind, Reason, Role, Whole, name_of};
 use crate::tls::ToWorker;
 
@@ -706,6 +707,8 @@ pub struct CoreShared {
     pub wake: OwnedFd,
     /// A [`ToCore::Rouse`] is on its way.
     is_roused: AtomicBool,
+    /// Bodies in this core's memory that are counted.
+    pub bodies: Arc<ByteCount>,
     /// Slots whose purge this core's shard has finished are told here: (slot, done) by the core, read by control.
     pub purged: SegQueue<Slot>,
     /// Written by the core only.
@@ -717,8 +720,9 @@ impl CoreShared {
     ///
     /// # Errors
     /// When the machine has no descriptor left for an eventfd.
-    pub fn new(slot_count: usize) -> std::io::Result<CoreShared> {
+    pub fn new(slot_count: usize, bodies: &Arc<ByteCount>) -> std::io::Result<CoreShared> {
         Ok(CoreShared {
+            bodies: Arc::new(ByteCount::part_of(bodies)),
             inbox: SegQueue::new(),
             doorbell: Doorbell::new(),
             wake: crate::ring::eventfd()?,
@@ -778,6 +782,10 @@ pub struct Shared {
     pub address_hasher: ahash::RandomState,
     /// Who may use workers. Leaked once, as the books are.
     pub gate: &'static Gate,
+    /// Bodies in memory, all cores together; each core has its part.
+    pub bodies: Arc<ByteCount>,
+    /// Bytes of the requests that wait.
+    pub queued: Arc<ByteCount>,
     /// When a refused client may come again, in seconds, at least 1: written by the control thread.
     pub retry_after_secs: AtomicU32,
     /// The prefix tree, read side.

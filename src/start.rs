@@ -14,6 +14,7 @@ use crate::config::Config;
 use crate::control::{self, Control, SideListener, SideListeners};
 use crate::core::{self, Seed};
 use crate::doctor;
+use crate::held::ByteCount;
 use crate::listen::{self, ListenError, Listeners};
 use crate::ring::{self, Inherited};
 use crate::shared::{CoreShared, Fleet, Shared, ToCore};
@@ -131,8 +132,9 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
     let (tree, shards) = shards::tree(count, domain.clone(), limits);
     let (publisher, fleet) = shards::published(domain.clone(), Fleet::default());
     let (admin, admin_rx) = tokio::sync::mpsc::channel(ADMIN_QUEUE_COUNT);
+    let bodies = Arc::new(ByteCount::default());
     let cores = (0..count)
-        .map(|_| CoreShared::new(SLOT_COUNT_MAX))
+        .map(|_| CoreShared::new(SLOT_COUNT_MAX, &bodies))
         .collect::<Result<_, _>>()
         .map_err(machine)?;
     let access_log = access_log(&config).map_err(StartError::AccessLog)?;
@@ -143,6 +145,8 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         gate: Box::leak(Box::new(Gate::new(count))),
         addresses: Default::default(),
         address_hasher: ahash::RandomState::new(),
+        bodies,
+        queued: Default::default(),
         retry_after_secs: AtomicU32::new(1),
         tree,
         domain: domain.clone(),

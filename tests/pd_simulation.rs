@@ -885,9 +885,9 @@ impl World for Sim {
     fn buffer(&mut self) -> Vec<u8> {
         Vec::new()
     }
-    fn grow(&mut self, mut buffer: Vec<u8>, more: usize) -> Vec<u8> {
+    fn grow(&mut self, mut buffer: Vec<u8>, more: usize) -> (Vec<u8>, bool) {
         buffer.reserve(more);
-        buffer
+        (buffer, false)
     }
     fn recycle(&mut self, _: Vec<u8>) {}
 

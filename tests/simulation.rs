@@ -390,9 +390,9 @@ impl World for Sim {
     fn buffer(&mut self) -> Vec<u8> {
         Vec::with_capacity(64)
     }
-    fn grow(&mut self, mut buffer: Vec<u8>, more: usize) -> Vec<u8> {
+    fn grow(&mut self, mut buffer: Vec<u8>, more: usize) -> (Vec<u8>, bool) {
         buffer.reserve(more);
-        buffer
+        (buffer, false)
     }
     fn recycle(&mut self, buffer: Vec<u8>) {
         self.returned.remove(&buffer.as_ptr());

@@ -638,6 +638,17 @@ pub struct LimitArgs {
     #[arg(value_parser = value_parser!(u64).range(1..=17_179_869_184), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_MAX_PAYLOAD_SIZE", hide_env = true)]
     pub max_payload_size: u64,
+    /// Bodies that are read whole, as far as they are in memory, all cores together: while there are that many, bodies over
+    /// 32 KiB get 503 (0: no limit)
+    #[arg(long, default_value_t = 4_294_967_296, value_name = "BYTES")]
+    #[arg(value_parser = value_parser!(u64), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_BODY_MEMORY_BYTES", hide_env = true)]
+    pub body_memory_bytes: u64,
+    /// The same for those of one core (0: no limit)
+    #[arg(long, default_value_t = 0, value_name = "BYTES")]
+    #[arg(value_parser = value_parser!(u64), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_BODY_MEMORY_BYTES_PER_CORE", hide_env = true)]
+    pub body_memory_bytes_per_core: u64,
     /// Requests that use workers at a time, all cores together, each from its whole body to the last byte of its
     /// answer; further ones wait (0 or -1: no limit)
     #[arg(long, default_value_t = 32_768, value_name = "COUNT")]
@@ -649,6 +660,11 @@ pub struct LimitArgs {
     #[arg(value_parser = value_parser!(u32).range(..=16_777_216), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_QUEUE_SIZE", hide_env = true)]
     pub queue_size: u32,
+    /// Bytes of the requests that wait, all cores together; further ones get 429 (0: no limit)
+    #[arg(long, default_value_t = 1_073_741_824, value_name = "BYTES")]
+    #[arg(value_parser = value_parser!(u64), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_QUEUE_BYTES", hide_env = true)]
+    pub queue_bytes: u64,
     /// How long a request may wait for its turn before it gets 503
     #[arg(long, default_value_t = 60, value_name = "SECONDS")]
     #[arg(value_parser = value_parser!(u64).range(..=86_400), allow_negative_numbers = true)]
@@ -681,7 +697,7 @@ pub struct LimitArgs {
     #[arg(value_parser = value_parser!(u32).range(..=1_000_000), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_MAX_CONNECTIONS_PER_ADDRESS", hide_env = true)]
     pub max_connections_per_address: u32,
-    /// Largest head of a request or an answer
+    /// Largest head of a request: line and fields (of an answer: 256 KiB)
     #[arg(long, default_value_t = 65_536, value_name = "BYTES")]
     #[arg(value_parser = value_parser!(u32).range(1024..=16_777_216), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_HEADER_SIZE_MAX_BYTES", hide_env = true)]

@@ -40,6 +40,7 @@ pub use worker_url::{WorkerUrl, WorkerUrlError};
 
 use crate::access::Access;
 use crate::access_log::Format;
+use crate::held::ByteLimits;
 use crate::route::{Role, Settings, TOKEN_BYTES};
 
 /// Most workers that can be registered at a time; half of the books' slots, so that as many old incarnations may drain.
@@ -218,10 +219,14 @@ pub struct Config {
 
     /// Largest body of a routed request, inclusive.
     pub body_bytes_max: usize,
+    /// Bodies in memory: of a core, and in all.
+    pub body_memory: ByteLimits,
     /// Requests that use workers at a time, all cores together; `u32::MAX`: any number.
     pub request_count_max: u32,
     /// Requests that may wait, all cores together.
     pub queue_count_max: u32,
+    /// Bytes of those; `u64::MAX`: any number.
+    pub queue_bytes_max: u64,
     /// How long one may wait for its turn.
     pub queue_timeout: Duration,
     /// Requests that one worker may have at a time; `u32::MAX`: any number.
@@ -397,8 +402,13 @@ impl Config {
             },
             standing: StandingConfig::from_args(&standing),
             body_bytes_max: size("max-payload-size", limits.max_payload_size)?,
+            body_memory: ByteLimits {
+                part_bytes: bytes_or_any(limits.body_memory_bytes_per_core),
+                whole_bytes: bytes_or_any(limits.body_memory_bytes),
+            },
             request_count_max: count_or_any(limits.max_concurrent_requests),
             queue_count_max: limits.queue_size,
+            queue_bytes_max: bytes_or_any(limits.queue_bytes),
             queue_timeout: secs(limits.queue_timeout_secs),
             worker_request_count_max: count_or_any(limits.worker_max_concurrent),
             no_worker_wait: ms(limits.no_worker_wait_ms),
@@ -479,12 +489,22 @@ impl Config {
         let wait_ms = u64::try_from(self.no_worker_wait.as_millis()).unwrap_or(u64::MAX);
         // Any number is shown as it is said: 0.
         let count = |count: u32| if count == u32::MAX { 0 } else { count };
+        let bytes = |bytes: u64| if bytes == u64::MAX { 0 } else { bytes };
         [
             (
                 "max_concurrent_requests",
                 count(self.request_count_max).into(),
             ),
             ("queue_size", self.queue_count_max.into()),
+            ("queue_bytes", bytes(self.queue_bytes_max).into()),
+            (
+                "body_memory_bytes",
+                bytes(self.body_memory.whole_bytes).into(),
+            ),
+            (
+                "body_memory_bytes_per_core",
+                bytes(self.body_memory.part_bytes).into(),
+            ),
             ("queue_timeout_secs", self.queue_timeout.as_secs().into()),
             (
                 "worker_max_concurrent",
@@ -712,6 +732,10 @@ fn header_names(texts: &[String]) -> Result<Vec<String>, ConfigError> {
             })
         })
         .collect()
+}
+
+fn bytes_or_any(bytes: u64) -> u64 {
+    if bytes == 0 { u64::MAX } else { bytes }
 }
 
 fn size(flag: &'static str, bytes: u64) -> Result<usize, ConfigError> {

@@ -662,6 +662,16 @@ impl Scrape {
             "Requests that wait for their turn or for a worker",
             u64::from(waiting),
         )?;
+        out.gauge(
+            "corelane_queued_bytes",
+            "Bytes of those",
+            self.0.shared.queued.bytes(),
+        )?;
+        out.gauge(
+            "corelane_body_memory_bytes",
+            "Bodies over 32 KiB that are read whole, as far as they are in memory",
+            self.0.shared.bodies.bytes(),
+        )?;
         out.counter(
             "corelane_connections_accepted",
             "Connections from clients",

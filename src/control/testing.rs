@@ -70,6 +70,8 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
         config: Arc::new(config).into(),
         books: Box::leak(Box::new(Books::new(slot_count))),
         gate: Box::leak(Box::new(Gate::new(core_count.max(1)))),
+        bodies: Default::default(),
+        queued: Default::default(),
         retry_after_secs: 1.into(),
         tree,
         domain,
@@ -77,7 +79,7 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
         sessions: Default::default(),
         started: std::time::Instant::now(),
         cores: (0..core_count)
-            .map(|_| CoreShared::new(slot_count).unwrap())
+            .map(|_| CoreShared::new(slot_count, &Default::default()).unwrap())
             .collect(),
         admin,
         failure_bell: Default::default(),

@@ -14,6 +14,7 @@ use crate::config::Config;
 use crate::exchange::{
     Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
 };
+use crate::held::{ByteLimits, Held};
 use crate::ring::Token;
 use crate::route::{self, Candidates, Home, Key, PolicyKind, Role, TreePrefixes};
 use crate::shared::{AdminRequest, Fleet, Outcome, Route, Worker};
@@ -339,8 +340,20 @@ impl World for Hands<'_, '_> {
         self.core.shelf.take()
     }
 
-    fn grow(&mut self, buffer: Vec<u8>, more: usize) -> Vec<u8> {
+    fn grow(&mut self, buffer: Vec<u8>, more: usize) -> (Vec<u8>, bool) {
         self.core.shelf.grow(buffer, more)
+    }
+
+    fn hold_body(&mut self, held: &mut Held, bytes: u64) -> bool {
+        held.grow(&self.core.me().bodies, bytes, self.core.config.body_memory)
+    }
+
+    fn hold_in_queue(&mut self, held: &mut Held, bytes: u64) -> bool {
+        let limits = ByteLimits {
+            part_bytes: self.core.config.queue_bytes_max,
+            whole_bytes: u64::MAX,
+        };
+        held.grow(&self.core.shared.queued, bytes, limits)
     }
 
     fn recycle(&mut self, buffer: Vec<u8>) {

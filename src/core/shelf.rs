@@ -22,11 +22,11 @@ impl Shelf {
             .unwrap_or_else(|| Vec::with_capacity(2048))
     }
 
-    /// The same bytes in a buffer with room for that many more, one that lay here if possible.
-    pub fn grow(&mut self, mut buffer: Vec<u8>, more: usize) -> Vec<u8> {
+    /// The same bytes in a buffer with room for that many more, one that lay here if possible; whether it did.
+    pub fn grow(&mut self, mut buffer: Vec<u8>, more: usize) -> (Vec<u8>, bool) {
         let bytes = buffer.len() + more;
         if buffer.capacity() >= bytes {
-            return buffer;
+            return (buffer, false);
         }
         let Some(at) = self
             .large
@@ -34,13 +34,13 @@ impl Shelf {
             .rposition(|large| large.capacity() >= bytes)
         else {
             buffer.reserve_exact(more);
-            return buffer;
+            return (buffer, false);
         };
         let mut large = self.large.swap_remove(at);
         self.large_bytes -= large.capacity();
         large.extend_from_slice(&buffer);
         self.put(buffer);
-        large
+        (large, true)
     }
 
     /// Puts a buffer back.

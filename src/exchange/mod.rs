@@ -19,6 +19,7 @@
 
 pub mod endpoint;
 mod entry;
+mod hold;
 pub mod paths;
 mod pd;
 mod release;
@@ -30,6 +31,7 @@ use shards::{LoadGuard, Permit, Slot};
 
 use crate::access::Denied;
 use crate::access_log::Entry;
+use crate::held::Held;
 use crate::http::body::{self, Body, Framing};
 use crate::http::request::{self, Method, Request, Verdict};
 use crate::http::response::{self, Relay};
@@ -119,6 +121,9 @@ struct Exchange {
     logged_model: Option<Box<str>>,
     /// The request runs (Q1).
     permit: Option<Permit>,
+    /// What of its body is in memory, and what of it waits, as far as that is counted (M1).
+    body_held: Held,
+    queue_held: Held,
     /// It waits, or has waited, for its turn or a worker.
     wait: Option<wait::Wait>,
     seat: Option<LoadGuard>,
@@ -439,6 +444,7 @@ impl Session {
             Some(exchange) if exchange.message_is_out => {
                 exchange.message_is_out = false;
                 if exchange.state == State::Relaying {
+                    exchange.body_held.release();
                     return world.recycle(bytes);
                 }
                 if exchange.pd.is_some() {
@@ -772,6 +778,8 @@ impl Session {
             request_id,
             logged_model: None,
             permit: None,
+            body_held: Held::default(),
+            queue_held: Held::default(),
             wait: None,
             seat: None,
             slot: Slot(0),
@@ -833,7 +841,12 @@ impl Session {
             }
             if exchange.state == State::Reading {
                 let message = std::mem::take(&mut exchange.message);
-                exchange.message = world.grow(message, n.min(RESERVE_BYTES_MAX) as usize);
+                let (message, is_used) = world.grow(message, n.min(RESERVE_BYTES_MAX) as usize);
+                let bytes = if is_used { message.capacity() } else { 0 };
+                exchange.message = message;
+                if let Err((refusal, outcome)) = hold::hold_body(exchange, bytes, world) {
+                    return self.refuse_with(world, &refusal, outcome, false);
+                }
             }
         }
         if exchange.state == State::Streaming {
@@ -873,17 +886,27 @@ impl Session {
                 self.refuse(world, &too_large(limit));
                 bytes.len()
             }
-            Ok(progress) if progress.done => {
-                exchange.body_bytes = (exchange.message.len() - exchange.body_at) as u64;
-                self.dispatch(world);
-                progress.consumed
-            }
-            Ok(progress) => {
-                let at = world.now_ns() + world.config().body_read_timeout.as_nanos() as u64;
-                world.deadline(at);
-                progress.consumed
-            }
+            Ok(progress) => self.body_came(world, progress),
         }
+    }
+
+    /// Some of a body that is read whole is here, or all of it; how many bytes were used.
+    fn body_came<W: World>(&mut self, world: &mut W, progress: body::Progress) -> usize {
+        let Some(exchange) = self.exchange.as_mut() else {
+            return progress.consumed;
+        };
+        let held_bytes = exchange.message.len();
+        if let Err((refusal, outcome)) = hold::hold_body(exchange, held_bytes, world) {
+            // What still comes of it is read and dropped: only behind the end of one that is whole comes another request.
+            self.refuse_with(world, &refusal, outcome, progress.done);
+        } else if progress.done {
+            exchange.body_bytes = (exchange.message.len() - exchange.body_at) as u64;
+            self.dispatch(world);
+        } else {
+            let at = world.now_ns() + world.config().body_read_timeout.as_nanos() as u64;
+            world.deadline(at);
+        }
+        progress.consumed
     }
 
     /// The request is here whole.
@@ -1238,6 +1261,7 @@ impl Session {
         }
         if !exchange.message_is_out {
             world.recycle(std::mem::take(&mut exchange.message));
+            exchange.body_held.release();
         }
         let joined = join(exchange, rest, &mut out);
         world.send(out);
@@ -1821,6 +1845,9 @@ fn first_limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
 fn body_limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
     match exchange.endpoint {
         Endpoint::Admin => world.config().admin_body_bytes_max as u64,
+        _ if exchange.is_whole => {
+            hold::body_memory_max(world).min(world.config().body_bytes_max as u64)
+        }
         _ => world.config().body_bytes_max as u64,
     }
 }

@@ -13,7 +13,7 @@
 
 use shards::Permit;
 
-use super::{Exchange, NoSeat, Outcome, Session, State, World, first_limit, pd, twin};
+use super::{Exchange, NoSeat, Outcome, Session, State, World, first_limit, hold, pd, twin};
 use crate::http::Refusal;
 
 /// What a request that asks to be let in gets.
@@ -63,7 +63,12 @@ impl Session {
                 true
             }
             Entrance::Queued => {
-                await_turn(exchange, world, What::Turn);
+                if let Err((refusal, outcome)) = hold::hold_in_queue(exchange, world) {
+                    world.stop_waiting();
+                    self.refuse_with(world, &refusal, outcome, true);
+                } else {
+                    await_turn(exchange, world, What::Turn);
+                }
                 false
             }
             Entrance::NoWorker => {
@@ -92,11 +97,15 @@ impl Session {
         if pd::has_begun(exchange) || is_over(exchange, world, what) {
             return false;
         }
+        if hold::hold_in_queue(exchange, world).is_err() {
+            return false;
+        }
         let Some(permit) = exchange.permit.take() else {
             return false;
         };
         if let Err(permit) = world.step_aside(permit) {
             exchange.permit = Some(permit);
+            exchange.queue_held.release();
             return false;
         }
         // Q1: of two seats one may have been there.
@@ -114,6 +123,7 @@ impl Session {
             return world.leave(permit);
         };
         exchange.permit = Some(permit);
+        exchange.queue_held.release();
         exchange.state = if exchange.incoming.is_done() {
             State::Waiting
         } else {

@@ -6,6 +6,7 @@ use shards::{LoadGuard, Permit, Slot, WorkerId};
 use super::{Entrance, Session};
 use crate::access_log::Entry;
 use crate::config::Config;
+use crate::held::Held;
 use crate::route::{Fields, Role, Whole};
 use crate::shared::{AdminRequest, Outcome, Route, Worker};
 
@@ -142,10 +143,18 @@ pub trait World {
 
     /// An empty buffer, recycled if there is one.
     fn buffer(&mut self) -> Vec<u8>;
-    /// The same bytes in a buffer with room for that many more.
-    fn grow(&mut self, buffer: Vec<u8>, more: usize) -> Vec<u8>;
+    /// The same bytes in a buffer with room for that many more; whether it was used before, so that all of it takes memory.
+    fn grow(&mut self, buffer: Vec<u8>, more: usize) -> (Vec<u8>, bool);
     /// Takes a buffer back.
     fn recycle(&mut self, buffer: Vec<u8>);
+    /// Counts a body, up to so many bytes; `false`: there is no room for them. Where memory has no limit there always is.
+    fn hold_body(&mut self, _held: &mut Held, _bytes: u64) -> bool {
+        true
+    }
+    /// The same of a request that is to wait.
+    fn hold_in_queue(&mut self, _held: &mut Held, _bytes: u64) -> bool {
+        true
+    }
 
     /// Queues bytes for the client.
     fn send(&mut self, bytes: Vec<u8>);

@@ -530,9 +530,9 @@ impl World for Hands<'_> {
     fn buffer(&mut self) -> Vec<u8> {
         Vec::with_capacity(1024)
     }
-    fn grow(&mut self, mut buffer: Vec<u8>, more: usize) -> Vec<u8> {
+    fn grow(&mut self, mut buffer: Vec<u8>, more: usize) -> (Vec<u8>, bool) {
         buffer.reserve(more);
-        buffer
+        (buffer, false)
     }
     fn recycle(&mut self, _: Vec<u8>) {}
 
