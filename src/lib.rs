@@ -51,6 +51,7 @@
 //! Ids stand at the top of the file that keeps them: B* books, G* gate, T* tree, P* publish, N* sessions (crate `shards`), R* ring, C* core, M* memory, F* the list of workers,
 //! E* exchange (there also P1 to P4 the two legs, W* both at once, Q* those who wait), J* standing. Each of `shards`' has its loom model in
 //! `loom_tests`.
+// Every module but `ring` forbids unsafe code, here or in its own file (`tests/layering.rs` checks it).
 #![deny(missing_docs)]
 #![warn(clippy::dbg_macro, clippy::todo, clippy::unimplemented)]
 
@@ -59,6 +60,7 @@ pub mod access;
 pub mod access_log;
 pub mod config;
 pub mod control;
+#[forbid(unsafe_code)]
 pub mod core;
 #[forbid(unsafe_code)]
 pub mod demo;
@@ -74,9 +76,13 @@ pub mod notify;
 pub mod ring;
 #[forbid(unsafe_code)]
 pub mod route;
+#[forbid(unsafe_code)]
 pub mod shared;
+#[forbid(unsafe_code)]
 mod start;
+#[forbid(unsafe_code)]
 pub mod tls;
+#[forbid(unsafe_code)]
 pub mod upstream;
 
 pub use start::{Router, StartError, start, start_on};

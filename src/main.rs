@@ -1,4 +1,5 @@
 //! The binary: flags, configuration, start, wait for a signal, reload or drain, exit code.
+#![forbid(unsafe_code)]
 
 use std::io;
 use std::process::ExitCode;

@@ -167,6 +167,32 @@ fn unsafe_code_is_in_the_ring_and_the_shards_only() {
 }
 
 #[test]
+fn every_module_but_the_ring_forbids_unsafe_code() {
+    const FORBIDS: &str = "forbid(unsafe_code)";
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let text = fs::read_to_string(src.join("lib.rs")).unwrap();
+    let mut before = "";
+    let mut modules = Vec::new();
+    for line in text.lines() {
+        let name = line.trim_start_matches("pub ").strip_prefix("mod ");
+        if let Some(name) = name.and_then(|name| name.strip_suffix(';')) {
+            let files = [format!("{name}.rs"), format!("{name}/mod.rs")];
+            let forbids_itself = files.iter().any(|file| {
+                let text = fs::read_to_string(src.join(file)).unwrap_or_default();
+                text.contains(&format!("#![{FORBIDS}]"))
+            });
+            let forbids = before == format!("#[{FORBIDS}]") || forbids_itself;
+            assert_eq!(forbids, name != "ring", "{name}");
+            modules.push(name);
+        }
+        before = line;
+    }
+    assert!(modules.len() >= 15, "{modules:?}");
+    let main = fs::read_to_string(src.join("main.rs")).unwrap();
+    assert!(main.contains(&format!("#![{FORBIDS}]")));
+}
+
+#[test]
 fn shards_depend_on_nothing_of_ours_and_no_runtime() {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("shards/Cargo.toml");
     let manifest = fs::read_to_string(manifest).unwrap();
