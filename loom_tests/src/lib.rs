@@ -19,6 +19,7 @@ mod models {
     mod find_under_eviction;
     mod find_under_insert;
     mod find_under_moves;
+    mod find_under_removal;
     mod find_under_set_replacement;
     mod find_under_split;
     mod forest;

@@ -10,9 +10,10 @@
 //! | `epoch` | pins, and bins of what they may still see | each core its seat | owners of bins |
 //! | `publish` | a value replaced whole | one publisher | any core |
 //! | `mailbox` | a bounded ring between two cores | its two ends | its two ends |
+//! | `names` | what an engine calls its blocks | its owner | its owner |
 //! | `doorbell` | "is the owner asleep?" | owner and senders | senders |
 //! | `counters` | counters, gauges, histograms | one core | anyone |
-//! | `tree` | which worker holds which prefix | each shard its owner | any core |
+//! | `tree` | which worker holds which prefix; one learns from requests, one (the index) from engines' events | each shard its owner | any core |
 //! | `sessions` | which worker a session is bound to | any core | any core |
 //!
 //! # All atomics
@@ -43,10 +44,10 @@
 //! | `View::directory` | own shard | any core | store L; load A | T1, T2 | `find_under_split`, `find_under_clear_and_purge` |
 //! | `View::newest` | own shard | any core | R | (a hint) | (none) |
 //! | `Entry::key` | own shard | any core | fill L; erase R; find A, second look R | S1, S2 | `find_under_insert`, `find_under_eviction`, `find_under_moves` |
-//! | `Entry::value` | own shard | any core | store L; load A | S1, S2 | `find_under_set_replacement`, `find_under_eviction` |
+//! | `Entry::value` | own shard | any core | store L; load A | S1, S2 | `find_under_set_replacement`, `find_under_eviction`, `find_under_removal` |
 //! | `Sessions::words` | any core | any core | R; a SeqCst fence between a binding and the look after it | N1, N2 | `sessions_agree` |
 //! | `Sessions::counts` | any core | any core | R | N3 | `sessions_agree` |
-//! | bitmap words | own shard | any core | R | H1 | `find_under_set_replacement` |
+//! | bitmap words | own shard | any core | R | H1 | `find_under_set_replacement`, `find_under_removal` |
 #![deny(missing_docs)]
 
 mod addresses;
@@ -57,6 +58,7 @@ mod gate;
 mod ids;
 mod load;
 mod mailbox;
+mod names;
 mod publish;
 mod sessions;
 mod sync;
@@ -72,6 +74,7 @@ pub use gate::{Entry, Gate, Permit};
 pub use ids::{PrefixHash, SLOT_COUNT_MAX, Slot, WorkerId};
 pub use load::{Books, Load, LoadGuard};
 pub use mailbox::{Receiver, Sender, mailbox};
+pub use names::{BlockNames, Change, TIER_COUNT};
 pub use publish::{Published, Publisher, published};
 pub use sessions::{Now, Sessions};
 pub use tree::{Lesson, Match, Shard, Tree, TreeLimits, split_by_owner, tree};

@@ -1085,7 +1085,9 @@ impl Core {
 /// What a lesson costs its shard.
 fn steps_of(lesson: &Lesson) -> usize {
     match lesson {
-        Lesson::Insert { hashes, .. } | Lesson::Touch { hashes } => hashes.len().max(1),
+        Lesson::Insert { hashes, .. }
+        | Lesson::Remove { hashes, .. }
+        | Lesson::Touch { hashes } => hashes.len().max(1),
         Lesson::Branch { .. } | Lesson::Purge { .. } => 1,
     }
 }

@@ -1,8 +1,8 @@
 //! The set of slots that hold a block, in the smallest of three forms: in the value word (up to three), as an ascending
 //! list, as a bitmap up to the highest slot. Built and retired by the shard's owner; read by everybody under a pin.
 //!
-//! Invariant H1: lists never change; bitmaps gain bits in place (a reader sees a holder a moment later or earlier, never a
-//! wrong one) and are replaced for everything else.
+//! Invariant H1: lists never change; bitmaps gain and lose bits in place (a reader sees a holder a moment later or earlier,
+//! never a wrong one) and are replaced for everything else.
 
 use std::ptr::NonNull;
 use std::slice;
@@ -13,7 +13,7 @@ use crate::ids::Slot;
 use crate::sync::{AtomicU64, Ordering};
 
 /// Longer lists become bitmaps whatever they cost.
-const LIST_MAX: usize = 64;
+pub(super) const LIST_MAX: usize = 64;
 
 type List = NonNull<Thin<u16>>;
 type Bitmap = NonNull<Thin<AtomicU64>>;
@@ -189,4 +189,16 @@ pub(super) unsafe fn set_bit(bitmap: Bitmap, slot: Slot) -> Option<bool> {
     let bits = word.load(Ordering::Relaxed);
     word.store(bits | bit, Ordering::Relaxed);
     Some(bits & bit == 0)
+}
+
+/// Clears a bit in place; the slot has one.
+///
+/// # Safety
+/// As `set_bit`.
+pub(super) unsafe fn clear_bit(bitmap: Bitmap, slot: Slot) {
+    // SAFETY: the caller's promise.
+    let word = &unsafe { Thin::items(bitmap) }[slot.index() / 64];
+    // ORDERING: Relaxed load: only the owner writes it. Relaxed store: as in Slots::next (H1).
+    let bits = word.load(Ordering::Relaxed);
+    word.store(bits & !(1 << (slot.0 % 64)), Ordering::Relaxed);
 }

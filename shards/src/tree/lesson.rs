@@ -13,6 +13,13 @@ pub enum Lesson {
         /// The blocks, each owned by this shard.
         hashes: Box<[PrefixHash]>,
     },
+    /// The worker holds these blocks no more: its engine said so. What it did not hold is passed over.
+    Remove {
+        /// Who held them.
+        worker: Slot,
+        /// The blocks, each owned by this shard.
+        hashes: Box<[PrefixHash]>,
+    },
     /// These blocks were used again: their age becomes the newest.
     Touch {
         /// The blocks, each owned by this shard.

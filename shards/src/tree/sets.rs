@@ -1,7 +1,7 @@
 //! The holder sets of a shard's entries: grown, shrunk, paid for. Owner only, as all of `table.rs`.
 
 use super::garbage::Garbage;
-use super::holders::{Store, build, build_bytes, set_bit};
+use super::holders::{LIST_MAX, Store, build, build_bytes, clear_bit, set_bit};
 use super::segment::Entry;
 use super::table::{GARBAGE_MAX, Table, set_if_new, slots};
 use super::view::View;
@@ -35,6 +35,26 @@ impl Table {
             self.count_holder(slot);
             self.replace_holders(entry, word);
         }
+    }
+
+    /// Takes one of an entry's holders out, uncounted. True: it was the last one, and is still in the word.
+    pub(super) fn take_holder(&mut self, entry: &Entry, slot: Slot) -> bool {
+        let word = entry.word();
+        // Of many, one bit: a prefix of the whole fleet is not built anew for each worker that lets it go.
+        if let Payload::Bitmap(bitmap) = word.payload()
+            && slots(word).nth(LIST_MAX).is_some()
+        {
+            // SAFETY: the table is the shard's owner; the word is current, so its bitmap is not retired.
+            unsafe { clear_bit(bitmap, slot) };
+            return false;
+        }
+        self.scratch.clear();
+        let others = slots(word).filter(|held| *held != slot);
+        self.scratch.extend(others.map(|slot| slot.0));
+        if !self.scratch.is_empty() {
+            self.replace_holders(entry, word);
+        }
+        self.scratch.is_empty()
     }
 
     /// `scratch` becomes the holders of the entry.

@@ -11,7 +11,7 @@ use crate::ids::{PrefixHash, Slot};
 use crate::sync::Arc;
 
 /// How many hashes ahead memory is asked for.
-const PREFETCH_AHEAD: usize = 4;
+const PREFETCH_AHEAD: usize = 8;
 
 /// The owner of one shard. `Send`; the only handle that may write it.
 pub struct Shard {
@@ -126,6 +126,11 @@ impl Shard {
             Lesson::Insert { worker, hashes } => {
                 hash_step(view, table, hashes, done_count, |table, hash| {
                     table.insert(view, hash, *worker)
+                })
+            }
+            Lesson::Remove { worker, hashes } => {
+                hash_step(view, table, hashes, done_count, |table, hash| {
+                    table.remove_holder(view, hash, *worker)
                 })
             }
             Lesson::Touch { hashes } => {

@@ -120,6 +120,19 @@ impl Table {
         }
     }
 
+    /// The worker holds the block no more.
+    pub(super) fn remove_holder(&mut self, view: &View, hash: PrefixHash, slot: Slot) {
+        let spread = Spread::of(hash);
+        let found = self.entry(view, hash, spread).filter(|_| hash.0 != 0);
+        let Some(entry) = found.filter(|entry| slots(entry.word()).has(slot)) else {
+            return;
+        };
+        self.uncount_holder(slot);
+        if self.take_holder(entry, slot) {
+            self.remove(entry, spread.directory_index(view.bits));
+        }
+    }
+
     /// The block was used.
     pub(super) fn touch(&mut self, view: &View, hash: PrefixHash) {
         if let Some(entry) = self.entry(view, hash, Spread::of(hash)) {

@@ -40,6 +40,11 @@ impl Rig {
         self.teach(hashes, |hashes| Lesson::Insert { worker, hashes });
     }
 
+    fn remove(&mut self, worker: u16, hashes: &[PrefixHash]) {
+        let worker = Slot(worker);
+        self.teach(hashes, |hashes| Lesson::Remove { worker, hashes });
+    }
+
     fn touch(&mut self, hashes: &[PrefixHash]) {
         self.teach(hashes, |hashes| Lesson::Touch { hashes });
     }
@@ -85,6 +90,15 @@ impl Twin {
         hashes
             .iter()
             .for_each(|&hash| _ = self.0.entry(hash).or_default().insert(worker));
+    }
+
+    fn remove(&mut self, worker: u16, hashes: &[PrefixHash]) {
+        for hash in hashes {
+            if let Some(holders) = self.0.get_mut(hash) {
+                holders.remove(&worker);
+            }
+        }
+        self.0.retain(|_, holders| !holders.is_empty());
     }
 
     fn purge(&mut self, worker: u16) {
@@ -197,6 +211,18 @@ fn against_twin(seed: u64, core_count: usize, worker_count: usize, steps: usize)
         rig.insert(worker, &chain);
         twin.insert(worker, &chain);
         chains.push(chain);
+        if step % 3 == 2 {
+            // An engine lets go what follows a block, then it; of blocks it does not hold it may say what it likes.
+            let chain = &chains[random.below(chains.len())];
+            let first = chain[random.below(chain.len())];
+            let worker = random.below(worker_count) as u16;
+            for chain in &chains {
+                let from = chain.iter().position(|hash| *hash == first);
+                let tail = &chain[from.unwrap_or(chain.len())..];
+                rig.remove(worker, tail);
+                twin.remove(worker, tail);
+            }
+        }
         if step % 40 == 39 {
             let gone = random.below(worker_count) as u16;
             rig.purge(gone);
@@ -262,7 +288,10 @@ fn every_form_of_a_holder_set_is_exact() {
         assert!(rig.tree.bytes() <= 32 + SEGMENT_BYTES + 8 * 64 + bitmap_bytes.max(144));
         let before_bytes = Rig::new(1, 1 << 20, 1).tree.bytes();
         for (count, &worker) in workers.iter().enumerate() {
-            rig.purge(worker);
+            match seed % 2 {
+                0 => rig.purge(worker),
+                _ => rig.remove(worker, &[block, PrefixHash(78)]),
+            }
             held.remove(&worker);
             if count % 64 == 0 || count + 5 > worker_count {
                 rig.settle();
