@@ -12,14 +12,14 @@ use std::time::Instant;
 use ahash::AHashMap;
 use crossbeam::queue::SegQueue;
 use shards::{
-    Addresses, Books, Counter, Domain, Doorbell, Gate, Gauge, Histogram, Published, Sessions, Slot,
-    Tree, WorkerId,
+    Addresses, Books, Counter, Domain, Doorbell, Gate, Gauge, Histogram, Lesson, Published, Sender,
+    Sessions, Slot, Tree, WorkerId,
 };
 
 use crate::access_log::AccessLog;
 use crate::config::Config;
 use crate::held::ByteCount;
-use crate::route::{Candidates, PolicyKind, Reason, Role, Whole, name_of};
+use crate::route::{Candidates, Index, PolicyKind, Reason, Role, Whole, name_of};
 use crate::tls::ToWorker;
 
 /// Sessions that can be bound to workers at a time (8 MiB); beyond it those that were not used for longest are let go.
@@ -770,6 +770,14 @@ impl CoreShared {
     }
 }
 
+/// The exact index, and the way to teach it.
+pub struct KvShared {
+    /// Read side.
+    pub index: Index,
+    /// To the cores' shards of it, by core. Taken by the control thread when it starts.
+    pub senders: std::sync::Mutex<Vec<Sender<Lesson>>>,
+}
+
 /// Everything both planes see.
 pub struct Shared {
     /// What holds now; see [`Shared::config`].
@@ -790,6 +798,8 @@ pub struct Shared {
     pub retry_after_secs: AtomicU32,
     /// The prefix tree, read side.
     pub tree: Arc<Tree>,
+    /// What engines say they hold, under `kv_aware`.
+    pub kv: Option<KvShared>,
     /// Reclamation domain; reader `i` is core `i`.
     pub domain: Arc<Domain>,
     /// The fleet snapshot.

@@ -12,12 +12,13 @@ use shards::{Books, Domain, Gate, Lesson, Receiver, SLOT_COUNT_MAX, Sender, Tree
 use crate::access_log::{AccessLog, AccessWriter};
 use crate::config::Config;
 use crate::control::{self, Control, SideListener, SideListeners};
-use crate::core::{self, Seed};
+use crate::core::{self, IndexShard, Seed};
 use crate::doctor;
 use crate::held::ByteCount;
 use crate::listen::{self, ListenError, Listeners};
 use crate::ring::{self, Inherited};
-use crate::shared::{CoreShared, Fleet, Shared, ToCore};
+use crate::route::{Index, KeySeed};
+use crate::shared::{CoreShared, Fleet, KvShared, Shared, ToCore};
 
 /// Admin requests that may wait for the control thread.
 const ADMIN_QUEUE_COUNT: usize = 1024;
@@ -130,6 +131,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         slot_count_max: SLOT_COUNT_MAX,
     };
     let (tree, shards) = shards::tree(count, domain.clone(), limits);
+    let (kv, index_shards) = index(&config, count, &domain);
     let (publisher, fleet) = shards::published(domain.clone(), Fleet::default());
     let (admin, admin_rx) = tokio::sync::mpsc::channel(ADMIN_QUEUE_COUNT);
     let bodies = Arc::new(ByteCount::default());
@@ -149,6 +151,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         queued: Default::default(),
         retry_after_secs: AtomicU32::new(1),
         tree,
+        kv,
         domain: domain.clone(),
         fleet,
         sessions: Default::default(),
@@ -179,6 +182,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         listen::listen(&data, address)?;
     }
     let mut mail = mailboxes(count);
+    let mut index_shards = index_shards.into_iter();
     for (index, ((listeners, shard), cpu)) in data.into_iter().zip(shards).zip(cpus).enumerate() {
         let (senders, receivers) = mail.remove(0);
         let seed = Seed {
@@ -187,6 +191,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
             listeners,
             are_inherited: is_data_inherited,
             shard,
+            index_shard: index_shards.next(),
             reader: domain.reader(index),
             senders,
             receivers,
@@ -310,6 +315,35 @@ fn tree_bytes(config: &Config) -> usize {
     usize::try_from(wanted)
         .unwrap_or(usize::MAX)
         .min(config.prefix_memory_bytes_max)
+}
+
+/// The exact index and the cores' parts of it, if a policy asks for it.
+fn index(
+    config: &Config,
+    count: usize,
+    domain: &Arc<Domain>,
+) -> (Option<KvShared>, Vec<IndexShard>) {
+    if !config.uses_kv_events() {
+        return (None, Vec::new());
+    }
+    let limits = TreeLimits {
+        bytes_max: config.kv.index_bytes_max,
+        slot_count_max: SLOT_COUNT_MAX,
+    };
+    let (tree, shards) = shards::tree(count, domain.clone(), limits);
+    let seed = KeySeed(config.prefix_hash_seed);
+    let mut senders = Vec::new();
+    let shards = shards.into_iter().map(|shard| {
+        let (sender, receiver) = shards::mailbox(MAILBOX_COUNT);
+        senders.push(sender);
+        IndexShard::new(shard, receiver)
+    });
+    let shards = shards.collect();
+    let kv = KvShared {
+        index: Index::new(tree, seed, config.kv.block_tokens),
+        senders: senders.into(),
+    };
+    (Some(kv), shards)
 }
 
 type Mail = (Vec<Sender<Lesson>>, Vec<Receiver<Lesson>>);

@@ -69,6 +69,8 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub policy: PolicyArgs,
     #[command(flatten)]
+    pub kv: KvArgs,
+    #[command(flatten)]
     pub pd: PdArgs,
     #[command(flatten)]
     pub reliability: ReliabilityArgs,
@@ -320,6 +322,61 @@ pub struct PolicyArgs {
         allow_negative_numbers = true
     )]
     pub prefix_hash_seed: u64,
+}
+
+/// What engines say they hold.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "KV events")]
+#[allow(missing_docs, reason = "the comments of fields are the help texts")]
+pub struct KvArgs {
+    /// kv_aware: where a worker's engine publishes its KV events, an endpoint tcp://host:port for each data-parallel rank;
+    /// repeat for each worker
+    #[arg(long, num_args = 1.., value_name = "WORKER_URL=ENDPOINT[,ENDPOINT...]")]
+    #[arg(env = "CORELANE_KV_EVENT_SOURCE", hide_env = true)]
+    pub kv_event_source: Vec<String>,
+    /// kv_aware: where it sends old events again, as many endpoints as above
+    #[arg(long, num_args = 1.., value_name = "WORKER_URL=ENDPOINT[,ENDPOINT...]")]
+    #[arg(env = "CORELANE_KV_EVENT_REPLAY_SOURCE", hide_env = true)]
+    pub kv_event_replay_source: Vec<String>,
+    /// kv_aware: tokens of a KV block of the engines
+    #[arg(long, default_value_t = 16, value_name = "TOKENS")]
+    #[arg(value_parser = value_parser!(u32).range(1..=65_536), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_KV_EVENT_BLOCK_SIZE", hide_env = true)]
+    pub kv_event_block_size: u32,
+    /// kv_aware: the base model's name; requests for another model are taken for an adapter's (default: adapters are
+    /// those that events name)
+    #[arg(long, value_name = "NAME")]
+    #[arg(env = "CORELANE_KV_EVENT_MODEL", hide_env = true)]
+    pub kv_event_model: Option<String>,
+    /// kv_aware: --kv-event-source of the prefill workers
+    #[arg(long, num_args = 1.., value_name = "WORKER_URL=ENDPOINT[,ENDPOINT...]")]
+    #[arg(env = "CORELANE_PD_KV_EVENTS", hide_env = true)]
+    pub pd_kv_events: Vec<String>,
+    /// kv_aware: memory of the index of blocks, all cores together; some 24 bytes a block and worker
+    #[arg(long, default_value_t = 268_435_456, value_name = "BYTES")]
+    #[arg(value_parser = value_parser!(u64).range(65_536..), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_KV_INDEX_BYTES", hide_env = true)]
+    pub kv_index_bytes: u64,
+    /// kv_aware: how far choices stray from the least cost (softmax over costs, in tokens times requests); 0: not at all
+    #[arg(long, default_value_t = 0.0, value_name = "COST")]
+    #[arg(value_parser = parse::temperature, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_ROUTER_TEMPERATURE", hide_env = true)]
+    pub router_temperature: f64,
+    /// kv_aware: what a block in the engine's host memory is worth, 0 to 1
+    #[arg(long, default_value_t = 0.8, value_name = "RATIO")]
+    #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_KV_PENALTY_HOST", hide_env = true)]
+    pub kv_penalty_host: f64,
+    /// kv_aware: ... in memory elsewhere
+    #[arg(long, default_value_t = 0.6, value_name = "RATIO")]
+    #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_KV_PENALTY_EXTERNAL", hide_env = true)]
+    pub kv_penalty_external: f64,
+    /// kv_aware: ... on disk
+    #[arg(long, default_value_t = 0.3, value_name = "RATIO")]
+    #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_KV_PENALTY_DISK", hide_env = true)]
+    pub kv_penalty_disk: f64,
 }
 
 /// Prefill and decode on different workers.

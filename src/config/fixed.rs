@@ -4,7 +4,7 @@ use super::Config;
 
 impl Config {
     /// Each flag whose meaning is fixed, and that meaning.
-    fn fixed(&self) -> [(&'static str, String); 21] {
+    fn fixed(&self) -> [(&'static str, String); 24] {
         let pd = self.pd.as_ref();
         [
             ("host", self.listen.ip().to_string()),
@@ -46,6 +46,20 @@ impl Config {
                 "intra-node-data-parallel-size",
                 self.data_parallel_size.to_string(),
             ),
+            // Sources, replay endpoints, block size and model.
+            (
+                match pd {
+                    Some(_) => "pd-kv-events",
+                    None => "kv-event-source",
+                },
+                format!(
+                    "{:?} {} {:?}",
+                    self.kv.sources, self.kv.block_tokens, self.kv.model
+                ),
+            ),
+            ("kv-index-bytes", self.kv.index_bytes_max.to_string()),
+            // The index is made at start, or never.
+            ("policy", kv_use(self.uses_kv_events())),
             ("vllm-pd-disaggregation", pd.is_some().to_string()),
             // Without P/D these two mean nothing, whatever they say.
             (
@@ -77,4 +91,9 @@ impl Config {
         self.core_count = running.core_count;
         self.is_data_inherited = running.is_data_inherited;
     }
+}
+
+fn kv_use(is_used: bool) -> String {
+    let text = if is_used { "kv_aware" } else { "" };
+    text.to_owned()
 }

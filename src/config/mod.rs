@@ -11,6 +11,7 @@ mod file;
 mod files;
 mod fixed;
 mod keys;
+mod kv;
 mod machine;
 mod parse;
 mod pd;
@@ -26,12 +27,13 @@ use std::time::Duration;
 use clap::Parser;
 
 pub use cli::{
-    Cli, Command, HealthArgs, KeyArgs, LimitArgs, ListenerArgs, MachineArgs, ObservabilityArgs,
-    PdArgs, PolicyArgs, ReliabilityArgs, ServeArgs, StandingArgs, TlsArgs,
+    Cli, Command, HealthArgs, KeyArgs, KvArgs, LimitArgs, ListenerArgs, MachineArgs,
+    ObservabilityArgs, PdArgs, PolicyArgs, ReliabilityArgs, ServeArgs, StandingArgs, TlsArgs,
 };
 pub use file::{Keys, LoadError, Loaded, Source};
 pub use files::Stamp;
 pub use keys::KeySource;
+pub use kv::{KvConfig, KvSource};
 pub use machine::{Limit, connections_of, cpu_count, descriptor_limits, limit};
 pub use pd::{BOOTSTRAP_PORT, Connector, PdConfig, WorkerSpec};
 pub use standing::StandingConfig;
@@ -41,7 +43,7 @@ pub use worker_url::{WorkerUrl, WorkerUrlError};
 use crate::access::Access;
 use crate::access_log::Format;
 use crate::held::ByteLimits;
-use crate::route::{Role, Settings, TOKEN_BYTES};
+use crate::route::{PolicyKind, Role, Settings, TOKEN_BYTES};
 
 /// Most workers that can be registered at a time; half of the books' slots, so that as many old incarnations may drain.
 pub const WORKER_COUNT_MAX: usize = shards::SLOT_COUNT_MAX / 2;
@@ -178,6 +180,8 @@ pub struct Config {
 
     /// Policy and thresholds of regular workers; those of the roles are in `pd`.
     pub settings: Settings,
+    /// Where engines tell of their KV blocks.
+    pub kv: KvConfig,
     /// Prefill/decode disaggregation, if it is on.
     pub pd: Option<PdConfig>,
     /// Idle seconds after which a session of `sticky_least_loaded` is over.
@@ -303,6 +307,7 @@ impl Config {
             keys,
             tls,
             policy,
+            kv,
             pd,
             reliability,
             standing,
@@ -320,12 +325,20 @@ impl Config {
             hash_balance_factor: policy.hash_balance_factor,
             prefix_hash_load_factor: policy.prefix_hash_load_factor,
             prefix_hash_bytes: policy.prefix_token_count as usize * TOKEN_BYTES,
+            temperature: kv.router_temperature,
+            tier_values: [
+                1.0,
+                kv.kv_penalty_host,
+                kv.kv_penalty_external,
+                kv.kv_penalty_disk,
+            ],
         };
         let workers = pd::workers(
             &listener.worker_urls,
             listener.intra_node_data_parallel_size,
             &pd,
         )?;
+        let kv = KvConfig::from_args(&kv, &pd, &workers)?;
         let pd = PdConfig::from_args(&pd, settings)?;
         pd::check_policies(
             &settings,
@@ -367,6 +380,7 @@ impl Config {
             tls_source,
             is_metrics_open: keys.prometheus_open,
             settings,
+            kv,
             pd,
             session_ttl_secs: policy
                 .sticky_session_ttl_secs
@@ -478,6 +492,7 @@ impl Config {
             shown.extend(self.admission_json());
             shown.extend(self.keys_json());
             shown.extend(self.hashing_json());
+            shown.insert("kv".to_owned(), self.kv_json());
             if let Some(pd) = &self.pd {
                 shown.insert("pd".to_owned(), pd.public_json());
             }
@@ -544,6 +559,26 @@ impl Config {
         ]
         .into_iter()
         .map(|(name, value): (&str, serde_json::Value)| (name.to_owned(), value))
+    }
+
+    fn kv_json(&self) -> serde_json::Value {
+        let [_, host, external, disk] = self.settings.tier_values;
+        serde_json::json!({
+            "event_sources": self.kv.sources.len(),
+            "event_block_size": self.kv.block_tokens,
+            "event_model": self.kv.model,
+            "index_bytes": self.kv.index_bytes_max,
+            "router_temperature": self.settings.temperature,
+            "penalty_host": host,
+            "penalty_external": external,
+            "penalty_disk": disk,
+        })
+    }
+
+    /// Whether some role's workers are chosen by what engines say.
+    pub fn uses_kv_events(&self) -> bool {
+        let mut roles = self.needed_roles().iter();
+        roles.any(|role| self.settings_of(*role).policy == PolicyKind::KvAware)
     }
 
     fn hashing_json(&self) -> impl Iterator<Item = (String, serde_json::Value)> {

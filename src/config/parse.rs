@@ -29,6 +29,15 @@ pub fn factor_or_off(text: &str) -> Result<f64, String> {
     }
 }
 
+/// A temperature: 0 or more, finite.
+pub fn temperature(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        Ok(_) => Err("must be a finite number of at least 0".to_owned()),
+        Err(_) => Err("not a number; must be at least 0".to_owned()),
+    }
+}
+
 /// Entries of a provided-buffer ring: a power of two, at most 32,768 (io_uring_register_buf_ring(3)).
 pub fn buffer_count(text: &str) -> Result<u16, String> {
     match text.parse::<u16>() {

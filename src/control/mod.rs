@@ -2,7 +2,7 @@
 //!
 //! `registry` is the list of workers and writes the fleet; `watch` probes them (`health` judges, `probe` asks, `models`
 //! reads their lists, `ranks` their data-parallel ranks); `discovery` takes the registrations of engines (by `zmtp`), `mooncake` asks for
-//! their ids; `admin` answers the admin paths that cores hand over (`exchange::paths` says which), or `admin_port` gets; `metrics` serves
+//! their ids; `kv` follows their KV events; `admin` answers the admin paths that cores hand over (`exchange::paths` says which), or `admin_port` gets; `metrics` serves
 //! Prometheus; `admission` tells when refused clients may come again; `drain` ends the process well; `reload` reads the
 //! config file again. It talks to the cores by the published fleet and by their inboxes; a core
 //! never waits for it. The registry's mutex is taken by this thread and by callers of [`Control`], never by a core.
@@ -14,6 +14,7 @@ mod admission;
 mod discovery;
 mod drain;
 pub mod health;
+mod kv;
 mod metrics;
 mod models;
 mod mooncake;
@@ -61,6 +62,7 @@ pub(crate) struct Plane {
     /// Sent to probe all workers now.
     probe_now: latest::Sender<u64>,
     discovery: discovery::Stats,
+    kv: kv::Kv,
     reload: reload::Reload,
     /// Somebody says which workers are not ready.
     is_reporting: AtomicBool,
@@ -257,6 +259,7 @@ pub fn start(
         changes: latest::channel(0).0,
         probe_now: latest::channel(0).0,
         discovery: discovery::Stats::default(),
+        kv: kv::Kv::default(),
         reload: reload::Reload::default(),
         is_reporting: AtomicBool::new(false),
     });
@@ -330,6 +333,7 @@ async fn run(
     }
     report_settings(&plane.shared.config());
     tokio::spawn(watch::report_start(plane.clone()));
+    tokio::spawn(kv::run(plane.clone()));
     if let Some(listener) = discovery {
         tokio::spawn(discovery::run(plane.clone(), listener));
     }

@@ -74,6 +74,7 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
         queued: Default::default(),
         retry_after_secs: 1.into(),
         tree,
+        kv: None,
         domain,
         fleet,
         sessions: Default::default(),

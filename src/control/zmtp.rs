@@ -1,5 +1,5 @@
-//! The receiving side of ZMTP 3 (rfc.zeromq.org/spec/37): what a ROUTER socket with the NULL mechanism does to take
-//! messages. Nothing is ever sent but the handshake and answers to PING.
+//! ZMTP 3 (rfc.zeromq.org/spec/37) with the NULL mechanism: what a ROUTER socket does to take messages of engines that register,
+//! and what SUB and DEALER sockets do to get KV events. Nothing is sent but the handshake, answers to PING, and what is asked for.
 //!
 //! Our own, because its port faces a network: the `zeromq` crate (0.6) reserves whatever length a frame's head names
 //! before a byte of it has come, so that nine bytes end the process. Here every length is checked first.
@@ -17,11 +17,17 @@ const MORE: u8 = 1;
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
 
-/// Kinds of sockets that may talk to a ROUTER.
-const PEERS: [&[u8]; 3] = [b"DEALER", b"REQ", b"ROUTER"];
-
-/// Greets the peer and exchanges READY. An error: the peer is none that can be talked to.
+/// Greets an engine that registers: we are a ROUTER. An error: it is none that can be talked to.
 pub async fn shake_hands<S: AsyncRead + AsyncWrite + Unpin>(stream: &mut S) -> io::Result<()> {
+    greet(stream, "ROUTER", &["DEALER", "REQ", "ROUTER"]).await
+}
+
+/// Greets the peer as a socket of this kind and exchanges READY. An error: it is none of `peers`.
+pub async fn greet<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: &mut S,
+    kind: &str,
+    peers: &[&str],
+) -> io::Result<()> {
     let mut ours = [0; 64];
     (ours[0], ours[9], ours[10]) = (0xff, 0x7f, 3);
     ours[12..16].copy_from_slice(b"NULL");
@@ -40,7 +46,7 @@ pub async fn shake_hands<S: AsyncRead + AsyncWrite + Unpin>(stream: &mut S) -> i
         return Err(bad("it wants a security mechanism other than NULL"));
     }
     let mut ready = b"\x05READY".to_vec();
-    for (name, value) in [("Socket-Type", "ROUTER"), ("Identity", "")] {
+    for (name, value) in [("Socket-Type", kind), ("Identity", "")] {
         ready.push(name.len() as u8);
         ready.extend_from_slice(name.as_bytes());
         ready.extend_from_slice(&(value.len() as u32).to_be_bytes());
@@ -55,8 +61,8 @@ pub async fn shake_hands<S: AsyncRead + AsyncWrite + Unpin>(stream: &mut S) -> i
         return Err(bad("it did not say READY"));
     };
     match property(properties, b"Socket-Type") {
-        Some(kind) if PEERS.contains(&kind) => Ok(()),
-        _ => Err(bad("its socket is none that talks to a ROUTER")),
+        Some(kind) if peers.iter().any(|peer| peer.as_bytes() == kind) => Ok(()),
+        _ => Err(bad("its socket is none that talks to ours")),
     }
 }
 
@@ -64,10 +70,18 @@ pub async fn shake_hands<S: AsyncRead + AsyncWrite + Unpin>(stream: &mut S) -> i
 pub async fn receive<S: AsyncRead + AsyncWrite + Unpin>(
     stream: &mut S,
 ) -> io::Result<Option<Vec<Vec<u8>>>> {
+    receive_up_to(stream, MESSAGE_BYTES_MAX).await
+}
+
+/// The same with another bound, in bytes.
+pub async fn receive_up_to<S: AsyncRead + AsyncWrite + Unpin>(
+    stream: &mut S,
+    bytes_max: usize,
+) -> io::Result<Option<Vec<Vec<u8>>>> {
     let mut frames: Vec<Vec<u8>> = Vec::new();
     loop {
         let taken: usize = frames.iter().map(Vec::len).sum();
-        let Some((flags, body)) = read_frame(stream, MESSAGE_BYTES_MAX - taken).await? else {
+        let Some((flags, body)) = read_frame(stream, bytes_max - taken).await? else {
             return if frames.is_empty() {
                 Ok(None)
             } else {
@@ -118,17 +132,32 @@ async fn read_frame<S: AsyncRead + Unpin>(
     Ok(Some((flags, body)))
 }
 
+/// Sends a message of these frames, at least one.
+pub async fn send<S: AsyncWrite + Unpin>(stream: &mut S, frames: &[&[u8]]) -> io::Result<()> {
+    let mut bytes = Vec::new();
+    for (place, frame) in frames.iter().enumerate() {
+        let more = if place + 1 < frames.len() { MORE } else { 0 };
+        put_frame(&mut bytes, more, frame);
+    }
+    stream.write_all(&bytes).await?;
+    stream.flush().await
+}
+
 async fn send_command<S: AsyncWrite + Unpin>(stream: &mut S, body: &[u8]) -> io::Result<()> {
     let mut frame = Vec::with_capacity(body.len() + 9);
+    put_frame(&mut frame, COMMAND, body);
+    stream.write_all(&frame).await
+}
+
+fn put_frame(out: &mut Vec<u8>, flags: u8, body: &[u8]) {
     match u8::try_from(body.len()) {
-        Ok(length) => frame.extend([COMMAND, length]),
+        Ok(length) => out.extend([flags, length]),
         Err(_) => {
-            frame.push(COMMAND | LONG);
-            frame.extend_from_slice(&(body.len() as u64).to_be_bytes());
+            out.push(flags | LONG);
+            out.extend_from_slice(&(body.len() as u64).to_be_bytes());
         }
     }
-    frame.extend_from_slice(body);
-    stream.write_all(&frame).await
+    out.extend_from_slice(body);
 }
 
 /// A property of READY: names are compared without regard to case.

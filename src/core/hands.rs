@@ -16,7 +16,7 @@ use crate::exchange::{
 };
 use crate::held::{ByteLimits, Held};
 use crate::ring::Token;
-use crate::route::{self, Candidates, Home, Key, PolicyKind, Role, TreePrefixes};
+use crate::route::{self, Candidates, Home, Key, PolicyKind, Role, TOKEN_BYTES, TreePrefixes};
 use crate::shared::{AdminRequest, Fleet, Outcome, Route, Worker};
 use crate::tls::ToWorker;
 
@@ -161,9 +161,17 @@ impl Hands<'_, '_> {
         if !ask.is_same_prompt {
             core.chain.clear();
             core.chain_length = None;
+            core.blocks.clear();
         }
-        if core.config.settings_of(ask.role).policy != PolicyKind::CacheAware {
+        // Decode is chosen by load: the blocks come from prefill.
+        let policy = core.config.settings_of(ask.role).policy;
+        let is_decode_by_load = policy == PolicyKind::KvAware && ask.role == Role::Decode;
+        if !policy.uses_tree() || is_decode_by_load {
             return None;
+        }
+        if let (PolicyKind::KvAware, Some(kv)) = (policy, &core.shared.kv) {
+            let base_model = core.config.kv.model.as_deref();
+            core.blocks.read(&kv.index, base_model, ask);
         }
         if core.chain_length.is_none()
             && let Some((body, fields)) = ask.key
@@ -235,9 +243,11 @@ impl Hands<'_, '_> {
             chain,
             policies,
             scratch,
+            blocks,
             ..
         } = &mut *self.core;
         let shared = &**shared;
+        let settings = config.settings_of(ask.role);
         let prefixes = TreePrefixes {
             tree: &shared.tree,
             pin: self.turn.pin,
@@ -254,9 +264,16 @@ impl Hands<'_, '_> {
             closed.extend(candidates.slots().iter().copied().filter(is_full));
         }
         for attempt in 0..ATTEMPTS {
+            let tokens = match (&shared.kv, settings.policy, length) {
+                (Some(kv), PolicyKind::KvAware, Some(length)) => {
+                    let prefix = Some((&prefixes, length));
+                    blocks.tokens(&kv.index, self.turn.pin, settings, candidates, prefix)
+                }
+                _ => None,
+            };
             let decision = route::decide(
-                config.settings_of(ask.role),
-                known.key(&prefixes),
+                settings,
+                tokens.map_or_else(|| known.key(&prefixes), Key::Tokens),
                 candidates,
                 if closed.is_empty() { exclude } else { &closed },
                 shared.books,
@@ -264,24 +281,34 @@ impl Hands<'_, '_> {
                 scratch,
             )?;
             let worker = self.turn.fleet.worker(decision.slot)?;
+            // Under `kv_aware` what waits on a worker is what it has to compute.
+            let work_bytes = match decision.new_tokens {
+                Some(tokens) => tokens * TOKEN_BYTES as u64,
+                None => ask.prompt_bytes,
+            };
             // The last attempt takes the seat at whatever load it has: being chosen four times in a row by others means
             // that it is everybody's best.
             let guard = if decision.seen >= below {
                 Err(None) // Filled up since it was looked at.
             } else if attempt + 1 < ATTEMPTS {
-                LoadGuard::acquire_at(shared.books, worker.id, ask.prompt_bytes, decision.seen)
+                LoadGuard::acquire_at(shared.books, worker.id, work_bytes, decision.seen)
             } else {
-                LoadGuard::acquire_below(shared.books, worker.id, ask.prompt_bytes, below)
-                    .ok_or(None)
+                LoadGuard::acquire_below(shared.books, worker.id, work_bytes, below).ok_or(None)
             };
             match guard {
                 Ok(guard) => {
                     self.core.note(&decision, length);
-                    let matched = route::bytes_of_blocks(decision.matched_blocks);
+                    let missing = |length: u64| {
+                        let matched = match decision.new_tokens {
+                            Some(new) => self.core.blocks.known_bytes(new, length),
+                            None => route::bytes_of_blocks(decision.matched_blocks),
+                        };
+                        length.saturating_sub(matched)
+                    };
                     return Some(Seat {
                         id: worker.id,
                         is_trial: false,
-                        missing_bytes: length.map(|length| length.saturating_sub(matched)),
+                        missing_bytes: length.map(missing),
                         guard,
                     });
                 }

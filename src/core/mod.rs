@@ -12,8 +12,10 @@
 //! - **C4** The pin of a turn is taken after the sleep and dropped before the next one: a sleeping core holds nothing back.
 
 mod accept;
+mod blocks;
 pub mod budget;
 mod hands;
+mod index;
 mod line;
 mod shelf;
 pub mod shun;
@@ -35,8 +37,10 @@ use crate::route::{self, Batches, Decision, KeySeed, Role};
 use crate::shared::{CoreShared, CoreStats, Shared, ToCore};
 use crate::upstream::Idles;
 use accept::Door;
+use blocks::Blocks;
 use budget::RetryBudget;
 use hands::{Hands, Turn, sleep_until};
+pub use index::IndexShard;
 use line::Line;
 use shelf::Shelf;
 use shun::Shunned;
@@ -69,6 +73,8 @@ pub struct Seed {
     pub are_inherited: bool,
     /// Its shard, as the only writer.
     pub shard: Shard,
+    /// Its part of the exact index, if there is one.
+    pub index_shard: Option<IndexShard>,
     /// Its reader of published things.
     pub reader: Reader,
     /// Where lessons for the cores' shards go, by core.
@@ -122,6 +128,7 @@ pub struct Core {
     doors: Vec<Option<Door>>,
     are_doors_inherited: bool,
     shard: Shard,
+    index_shard: Option<IndexShard>,
     senders: Vec<Sender<Lesson>>,
     receivers: Vec<Receiver<Lesson>>,
     next_receiver: usize,
@@ -131,6 +138,8 @@ pub struct Core {
     chain: Vec<PrefixHash>,
     /// Length of the prompt whose chain that is; `None`: of none.
     chain_length: Option<u64>,
+    /// Of the same prompt, under `kv_aware`.
+    blocks: Blocks,
     scratch: Vec<Slot>,
     /// By role: with one for all, two choices a request, every second turn would be the other role's.
     policies: [route::Turn; 3],
@@ -180,6 +189,7 @@ impl Core {
                 .collect(),
             are_doors_inherited: seed.are_inherited,
             shard: seed.shard,
+            index_shard: seed.index_shard,
             senders: seed.senders,
             receivers: seed.receivers,
             next_receiver: 0,
@@ -187,6 +197,7 @@ impl Core {
             batches: Batches::default(),
             chain: Vec::new(),
             chain_length: None,
+            blocks: Blocks::default(),
             orphans: Vec::new(),
             retry_budget: RetryBudget::new(config.retry.budget_ratio),
             line: Line::default(),
@@ -218,7 +229,7 @@ impl Core {
         let shared = self.shared.clone();
         loop {
             self.read_inbox(&mut reader);
-            let more = self.work_shard();
+            let more = self.work_shard() | self.index_shard.as_mut().is_some_and(IndexShard::work);
             if self.is_over() {
                 return Ok(());
             }
@@ -385,7 +396,9 @@ impl Core {
             return Some(Duration::ZERO);
         }
         self.me().doorbell.announce_sleep();
-        if !self.me().is_inbox_empty() || self.receivers.iter().any(|r| !r.is_empty()) {
+        let is_taught = self.receivers.iter().any(|r| !r.is_empty())
+            || self.index_shard.as_ref().is_some_and(|i| !i.is_quiet());
+        if !self.me().is_inbox_empty() || is_taught {
             return Some(Duration::ZERO);
         }
         let now = self.clock_ns();
@@ -1044,9 +1057,12 @@ impl Core {
         worker.chosen.add(1);
         if let Some(length) = length {
             worker.prompt_bytes.add(length);
-            worker
-                .matched_bytes
-                .add(route::bytes_of_blocks(decision.matched_blocks));
+            let matched = match decision.new_tokens {
+                // The share of the tokens that it need not compute, of the bytes.
+                Some(new) => self.blocks.known_bytes(new, length),
+                None => route::bytes_of_blocks(decision.matched_blocks),
+            };
+            worker.matched_bytes.add(matched);
         }
     }
 

@@ -215,7 +215,7 @@ fn blocks_of_two(first: &[u8], then: &[u8], add: &mut impl FnMut(&[u8])) {
 }
 
 /// The seed and what is drawn from it.
-struct Mixer {
+pub(super) struct Mixer {
     seed: u64,
     first: u64,
     link_key: u64,
@@ -223,7 +223,7 @@ struct Mixer {
 }
 
 impl Mixer {
-    fn new(KeySeed(seed): KeySeed) -> Mixer {
+    pub(super) fn new(KeySeed(seed): KeySeed) -> Mixer {
         // Three independent values of the seed; the texts only have to differ.
         let draw = |text: &[u8]| xxh3_64_with_seed(text, seed);
         Mixer {
@@ -236,14 +236,14 @@ impl Mixer {
 
     /// Independent of all that came before, so that the processor works on several blocks at a time.
     #[inline]
-    fn hash(&self, bytes: &[u8]) -> u64 {
+    pub(super) fn hash(&self, bytes: &[u8]) -> u64 {
         xxh3_64_with_seed(bytes, self.seed)
     }
 
     /// One step of the chain: both halves of a 128-bit product, as in wyhash. A few cycles, the only part that has to
     /// wait for the block before. The keys differ, so that exchanging the two operands gives something else.
     #[inline]
-    fn fold(&self, link: u64, block: u64) -> u64 {
+    pub(super) fn fold(&self, link: u64, block: u64) -> u64 {
         let product = u128::from(link ^ self.link_key) * u128::from(block ^ self.block_key);
         (product as u64) ^ ((product >> 64) as u64)
     }

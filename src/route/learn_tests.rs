@@ -57,6 +57,7 @@ impl World {
                     }
                     Lesson::Touch { hashes } => (owner, "touch", hashes.to_vec()),
                     Lesson::Branch { parent } => (owner, "branch", vec![*parent]),
+                    Lesson::Remove { .. } => panic!("requests teach no removal"),
                     Lesson::Purge { .. } => panic!("a request purges nobody"),
                 });
                 taught.push((owner, lesson));

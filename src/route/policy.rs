@@ -5,11 +5,12 @@
 //! while they are read; that is why a decision carries the load it saw (R3) and why nothing here relies on two reads
 //! of one load being equal.
 
-use shards::{Books, Match, Pin, PrefixHash, Slot, Tree};
+use shards::{Books, Match, Pin, PrefixHash, Slot, TIER_COUNT, Tree};
 
 use super::candidates::Candidates;
 use super::hashed::{self, Home};
 use super::key::bytes_of_blocks;
+use super::kv_aware::{self, Tokens};
 use super::reason::Reason;
 
 /// Which policy chooses.
@@ -33,11 +34,13 @@ pub enum PolicyKind {
     PrefixHash,
     /// The worker that had the fewest sessions when this one began.
     StickyLeastLoaded,
+    /// The worker on which the prompt costs least, by what engines say they hold.
+    KvAware,
 }
 
 impl PolicyKind {
     /// All of them.
-    pub const ALL: [PolicyKind; 9] = [
+    pub const ALL: [PolicyKind; 10] = [
         PolicyKind::CacheAware,
         PolicyKind::RoundRobin,
         PolicyKind::Random,
@@ -47,6 +50,7 @@ impl PolicyKind {
         PolicyKind::RendezvousHash,
         PolicyKind::PrefixHash,
         PolicyKind::StickyLeastLoaded,
+        PolicyKind::KvAware,
     ];
 
     /// The word of `--policy` and of metrics; vllm-router's where it has one.
@@ -61,7 +65,13 @@ impl PolicyKind {
             PolicyKind::RendezvousHash => "rendezvous_hash",
             PolicyKind::PrefixHash => "prefix_hash",
             PolicyKind::StickyLeastLoaded => "sticky_least_loaded",
+            PolicyKind::KvAware => "kv_aware",
         }
+    }
+
+    /// Whether it wants to know the prompt's place in the tree.
+    pub fn uses_tree(self) -> bool {
+        matches!(self, PolicyKind::CacheAware | PolicyKind::KvAware)
     }
 
     /// Whether it wants to know the request's session.
@@ -106,6 +116,10 @@ pub struct Settings {
     pub prefix_hash_load_factor: f64,
     /// Bytes of a prompt that are hashed under `prefix_hash`: four for each of `--prefix-token-count`.
     pub prefix_hash_bytes: usize,
+    /// `--router-temperature`: how far `kv_aware` strays from the least cost; 0: not at all.
+    pub temperature: f64,
+    /// What a block in each storage tier is worth to `kv_aware`, 0 to 1; the device's 1.
+    pub tier_values: [f64; TIER_COUNT],
 }
 
 /// Bytes that a token is taken for, as in SMG's `prefix_hash` over text.
@@ -123,6 +137,8 @@ impl Default for Settings {
             hash_balance_factor: 0.0,
             prefix_hash_load_factor: 1.25,
             prefix_hash_bytes: 256 * TOKEN_BYTES,
+            temperature: 0.0,
+            tier_values: [1.0, 0.8, 0.6, 0.3],
         }
     }
 }
@@ -131,12 +147,21 @@ impl Default for Settings {
 pub trait Loads {
     /// Requests in flight in a slot.
     fn load(&self, slot: Slot) -> u32;
+
+    /// Prompt bytes of those in a slot that wait for their first byte.
+    fn waiting_bytes(&self, _slot: Slot) -> u64 {
+        0
+    }
 }
 
 impl Loads for Books {
     #[inline]
     fn load(&self, slot: Slot) -> u32 {
         self.in_flight(slot)
+    }
+
+    fn waiting_bytes(&self, slot: Slot) -> u64 {
+        Books::load(self, slot).waiting_bytes
     }
 }
 
@@ -208,6 +233,8 @@ pub enum Key<'k, P> {
     Hash(u64),
     /// `sticky_least_loaded`: the session, and whose it is.
     Session(u64, Home),
+    /// `kv_aware`: the prompt's tokens, and who holds them. Without, it wants `Prefix`, and chooses as `cache_aware` does.
+    Tokens(Tokens<'k>),
 }
 
 /// One core's own state of the policies.
@@ -273,6 +300,8 @@ pub struct Decision {
     /// Blocks of the prompt that the look-up found this worker to hold. 0 also when it holds fewer than the match that
     /// was looked at.
     pub matched_blocks: usize,
+    /// `kv_aware`: tokens that this worker has to compute, as far as is known.
+    pub new_tokens: Option<u64>,
 }
 
 /// Chooses a worker. `None`: every candidate has been tried, or there is none.
@@ -300,6 +329,16 @@ pub fn decide<P: Prefixes, L: Loads>(
             };
             return cache_aware(settings, key, &field, &mut turn.rng, scratch);
         }
+        PolicyKind::KvAware => match key {
+            Key::Tokens(tokens) => {
+                return kv_aware::of_tokens(settings, tokens, &field, &mut turn.rng);
+            }
+            Key::Prefix(prefixes, length_bytes) => {
+                let key = Some((prefixes, length_bytes));
+                return cache_aware(settings, key, &field, &mut turn.rng, scratch);
+            }
+            _ => (field.least_loaded(&mut turn.rng)?, Reason::NoKey),
+        },
         PolicyKind::ConsistentHash
         | PolicyKind::RendezvousHash
         | PolicyKind::PrefixHash
@@ -447,6 +486,7 @@ impl Seen {
             seen: self.load,
             reason,
             matched_blocks,
+            new_tokens: None,
         }
     }
 }

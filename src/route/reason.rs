@@ -32,11 +32,15 @@ pub enum Reason {
     HomeShed,
     /// `sticky_least_loaded`: the session begins, with the worker that has the fewest.
     NewSession,
+    /// `kv_aware`: the least cost, and it holds some of the prompt.
+    LeastCostWarm,
+    /// `kv_aware`: the least cost, and it is known to hold nothing of it.
+    LeastCostCold,
 }
 
 impl Reason {
     /// Number of reasons.
-    pub const COUNT: usize = 14;
+    pub const COUNT: usize = 16;
 
     /// All, in the order of their numbers.
     pub const ALL: [Reason; Reason::COUNT] = [
@@ -54,6 +58,8 @@ impl Reason {
         Reason::HomeOut,
         Reason::HomeShed,
         Reason::NewSession,
+        Reason::LeastCostWarm,
+        Reason::LeastCostCold,
     ];
 
     /// The label in Corelane's own metrics and logs.
@@ -73,6 +79,8 @@ impl Reason {
             Reason::HomeOut => "home_is_out",
             Reason::HomeShed => "shed_hot_home",
             Reason::NewSession => "new_session",
+            Reason::LeastCostWarm => "least_cost_warm",
+            Reason::LeastCostCold => "least_cost_cold",
         }
     }
 
@@ -85,6 +93,8 @@ impl Reason {
     pub fn outcome(self) -> &'static str {
         match self {
             Reason::Affinity => "prefix_hit",
+            Reason::LeastCostWarm => "prefix_hit",
+            Reason::LeastCostCold => "prefix_miss",
             Reason::Home => "sticky_hit",
             Reason::ShedToWarm | Reason::ShedToLeastLoaded | Reason::HomeShed => "load_imbalance",
             Reason::SpreadCommonPrefix | Reason::Cold => "prefix_miss",

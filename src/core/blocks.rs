@@ -1,0 +1,107 @@
+//! What `kv_aware` knows of the prompt at hand: its tokens, the keys of their blocks, and what each worker need not compute.
+//! One a core, reused from request to request; nothing is asked of anybody.
+
+use shards::{Pin, PrefixHash, Slot};
+
+use crate::exchange::Ask;
+use crate::route::{self, Candidates, Credits, Found, Index, Prefixes, Settings, Tokens, Trust};
+
+/// See the top of the file.
+#[derive(Default)]
+pub(super) struct Blocks {
+    ids: Vec<u32>,
+    chain: Vec<PrefixHash>,
+    credits: Credits,
+    /// Tokens of the prompt; `None`: the client sent none, or they were not read yet.
+    count: Option<u64>,
+    is_read: bool,
+}
+
+impl Blocks {
+    /// Another prompt comes.
+    pub(super) fn clear(&mut self) {
+        (self.count, self.is_read) = (None, false);
+    }
+
+    /// Reads the tokens of a request, once, and makes the keys of their blocks.
+    pub(super) fn read(&mut self, index: &Index, base_model: Option<&str>, ask: &Ask<'_>) {
+        if std::mem::replace(&mut self.is_read, true) {
+            return;
+        }
+        let Some((body, fields)) = ask.key else {
+            return;
+        };
+        self.count = route::token_ids(ask.route, body, fields, &mut self.ids);
+        if self.count.is_none() {
+            return;
+        }
+        let named = route::as_str(body, fields.lora);
+        let is_adapter = |model: &str| match base_model {
+            Some(base) => model != base,
+            None => index.is_adapter(model),
+        };
+        let adapter = named
+            .as_deref()
+            .or(ask.model.filter(|model| is_adapter(model)));
+        let salt = route::salt_of(body, fields);
+        route::block_chain(
+            &index.keys,
+            &self.ids,
+            index.block_tokens,
+            adapter,
+            salt.as_deref(),
+            &mut self.chain,
+        );
+    }
+
+    /// The prompt as `kv_aware` wants it. `None`: its tokens are not known, or nobody's blocks are: the tree serves.
+    ///
+    /// `prefix`: the prompt's place in the approximate tree, with its length, for the workers about which nothing exact is known.
+    pub(super) fn tokens<P: Prefixes>(
+        &mut self,
+        index: &Index,
+        pin: &Pin<'_>,
+        settings: &Settings,
+        candidates: &Candidates,
+        prefix: Option<(&P, u64)>,
+    ) -> Option<Tokens<'_>> {
+        let count = self.count.filter(|count| *count > 0)?;
+        let slots = candidates.slots().iter().copied();
+        self.credits.blind.clear();
+        let is_blind = |slot: &Slot| index.trust(*slot) == Trust::Blind;
+        self.credits.blind.extend(slots.filter(is_blind));
+        if self.credits.blind.len() == candidates.len() {
+            return None;
+        }
+        index.credit(
+            pin,
+            &self.chain,
+            count,
+            &settings.tier_values,
+            |slot| candidates.contains(slot),
+            &mut self.credits,
+        );
+        if let Some((prefixes, length)) = prefix.filter(|_| !self.credits.blind.is_empty()) {
+            let is_guessed = |slot: Slot| self.credits.blind.contains(&slot);
+            if let Some(found) = prefixes.find(is_guessed) {
+                let share = route::bytes_of_blocks(found.blocks()) as f64 / length.max(1) as f64;
+                for slot in found.holders() {
+                    if self.credits.blind.contains(&slot) {
+                        self.credits.guess(slot, count, share);
+                    }
+                }
+            }
+        }
+        Some(Tokens {
+            count,
+            credits: &self.credits,
+        })
+    }
+
+    /// Of a prompt of `length` bytes those that need not be computed, when `new` of its tokens must be.
+    pub(super) fn known_bytes(&self, new: u64, length: u64) -> u64 {
+        let count = self.count.unwrap_or(0).max(1);
+        let known = count.saturating_sub(new);
+        (u128::from(length) * u128::from(known) / u128::from(count)) as u64
+    }
+}

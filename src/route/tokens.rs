@@ -1,0 +1,239 @@
+//! Own keys of an engine's KV blocks, made of token ids: what the exact index is asked with (by the core that has the
+//! request) and what it is taught (by the control thread, from engines' events). Pure.
+//!
+//! An engine's own block hashes differ from engine to engine (vLLM seeds them anew in each process), so they are names only,
+//! and the token ids that come with them are hashed here: block `i`'s key stands for all tokens up to its end, for the
+//! adapter, and for what else the engine told apart (`extra_keys`: media, cache salt).
+//!
+//! Stable (R4), seeded and mixed as the prefix hashes of `key.rs` are, under a root of its own.
+
+use std::borrow::Cow;
+
+use shards::PrefixHash;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::key::{KeySeed, Mixer};
+use super::scan::{Field, Fields, as_str};
+use crate::shared::Route;
+
+/// Most token ids of a prompt that are looked at; the rest of a longer one is taken for new.
+pub const TOKEN_COUNT_MAX: usize = 4 << 20;
+
+/// Makes keys.
+pub struct BlockKeys {
+    mixer: Mixer,
+}
+
+impl BlockKeys {
+    /// The same seed gives the same keys.
+    pub fn new(seed: KeySeed) -> BlockKeys {
+        BlockKeys {
+            mixer: Mixer::new(seed),
+        }
+    }
+
+    /// Where the chains of an adapter begin; of the base model without one.
+    pub fn root(&self, adapter: Option<&str>) -> PrefixHash {
+        let first = self.mixer.hash(b"corelane block root");
+        let link = adapter.map_or(first, |name| self.mixer.fold(first, self.named(name)));
+        PrefixHash(link.max(1))
+    }
+
+    /// A word that blocks are told apart by: a cache salt.
+    pub fn extra(&self, word: &[u8]) -> u64 {
+        self.mixer.hash(word)
+    }
+
+    /// Two extras in order, as one.
+    pub fn join(&self, extra: u64, next: u64) -> u64 {
+        self.mixer.fold(extra, next)
+    }
+
+    /// The key of the block with these tokens behind `parent`; `extra`: 0 for none.
+    #[inline]
+    pub fn key(&self, parent: PrefixHash, tokens: &[u32], extra: u64) -> PrefixHash {
+        self.chain(parent, self.block(tokens), extra)
+    }
+
+    fn named(&self, name: &str) -> u64 {
+        xxh3_64_with_seed(name.as_bytes(), self.mixer.hash(b"corelane adapter"))
+    }
+
+    /// Independent of all that came before.
+    #[inline]
+    fn block(&self, tokens: &[u32]) -> u64 {
+        // Without an allocation up to 16 tokens, vLLM's default block.
+        let mut bytes = [0; 64];
+        if let Some(bytes) = bytes.get_mut(..4 * tokens.len()) {
+            for (place, token) in bytes.chunks_exact_mut(4).zip(tokens) {
+                place.copy_from_slice(&token.to_le_bytes());
+            }
+            return self.mixer.hash(bytes);
+        }
+        let bytes: Vec<u8> = tokens.iter().flat_map(|id| id.to_le_bytes()).collect();
+        self.mixer.hash(&bytes)
+    }
+
+    #[inline]
+    fn chain(&self, parent: PrefixHash, block: u64, extra: u64) -> PrefixHash {
+        let block = match extra {
+            0 => block,
+            extra => self.mixer.fold(block, extra),
+        };
+        PrefixHash(self.mixer.fold(parent.0, block).max(1))
+    }
+}
+
+/// Reads the token ids of a request in `ids` (cleared first), if the client sent ids. `None`: it sent text, several prompts,
+/// or nothing. More than [`TOKEN_COUNT_MAX`] are counted, not read.
+pub fn token_ids(route: Route, body: &[u8], fields: &Fields, ids: &mut Vec<u32>) -> Option<u64> {
+    ids.clear();
+    let field: Option<Field> = match route {
+        Route::Completions => fields.prompt,
+        Route::InferenceGenerate => fields.token_ids,
+        Route::Generate => fields.input_ids.or(fields.prompt),
+        _ => None,
+    };
+    read_ids(field?.raw(body), ids)
+}
+
+/// A JSON array of numbers, or an array of one such array. The body was scanned: it is JSON.
+fn read_ids(raw: &[u8], ids: &mut Vec<u32>) -> Option<u64> {
+    let inner = inside(raw)?;
+    let inner = match inner.first() {
+        Some(b'[') => inside(inner)?,
+        _ => inner,
+    };
+    let mut count = 0;
+    let mut rest = inner.iter().copied();
+    let mut number: Option<u32> = None;
+    loop {
+        match rest.next() {
+            Some(digit @ b'0'..=b'9') => {
+                let digit = u32::from(digit - b'0');
+                number = Some(number.unwrap_or(0).checked_mul(10)?.checked_add(digit)?);
+            }
+            Some(b' ' | b'\n' | b'\r' | b'\t') => {}
+            Some(b',') | None => {
+                let is_end = rest.len() == 0;
+                match number.take() {
+                    Some(id) if ids.len() < TOKEN_COUNT_MAX => ids.push(id),
+                    Some(_) => {}
+                    None => return None,
+                }
+                count += 1;
+                if is_end {
+                    return Some(count);
+                }
+            }
+            // A text, a second prompt, a number that is no id.
+            Some(_) => return None,
+        }
+    }
+}
+
+/// What stands between the brackets of an array.
+fn inside(raw: &[u8]) -> Option<&[u8]> {
+    let inner = raw.strip_prefix(b"[")?.strip_suffix(b"]")?;
+    Some(inner.trim_ascii())
+}
+
+/// The keys of a prompt's blocks in `out` (cleared first): those that an engine can reuse, which is all whole blocks but
+/// one that ends the prompt, as the last token is always computed (vLLM).
+pub fn block_chain(
+    keys: &BlockKeys,
+    ids: &[u32],
+    block_tokens: usize,
+    adapter: Option<&str>,
+    salt: Option<&str>,
+    out: &mut Vec<PrefixHash>,
+) {
+    out.clear();
+    let usable = ids.len().saturating_sub(1);
+    let mut link = keys.root(adapter);
+    // vLLM mixes the salt into the first block alone.
+    let mut extra = salt.map_or(0, |salt| keys.extra(salt.as_bytes()));
+    for block in ids[..usable].chunks_exact(block_tokens.max(1)) {
+        link = keys.key(link, block, extra);
+        extra = 0;
+        out.push(link);
+    }
+}
+
+/// The salt that keeps a request's blocks to itself and its like.
+pub fn salt_of<'b>(body: &'b [u8], fields: &Fields) -> Option<Cow<'b, str>> {
+    as_str(body, fields.cache_salt).filter(|salt| !salt.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ids_of(text: &str) -> Option<(u64, Vec<u32>)> {
+        let mut ids = Vec::new();
+        read_ids(text.as_bytes(), &mut ids).map(|count| (count, ids))
+    }
+
+    #[test]
+    fn ids_are_read_and_nothing_else() {
+        let table: [(&str, Option<&[u32]>); 14] = [
+            ("[1,2,3]", Some(&[1, 2, 3])),
+            ("[ 1 ,\n2\t, 4294967295 ]", Some(&[1, 2, u32::MAX])),
+            ("[[7,8]]", Some(&[7, 8])),
+            ("[ [7, 8] ]", Some(&[7, 8])),
+            ("[0]", Some(&[0])),
+            ("[]", None),
+            ("[[]]", None),
+            ("\"1,2\"", None),
+            ("[\"a\"]", None),
+            ("[1,2],[3]", None),
+            ("[[1,2],[3]]", None),
+            ("[-1]", None),
+            ("[1.5]", None),
+            ("[4294967296]", None),
+        ];
+        for (text, wanted) in table {
+            let wanted = wanted.map(|ids| (ids.len() as u64, ids.to_vec()));
+            assert_eq!(ids_of(text), wanted, "{text}");
+        }
+    }
+
+    fn chain(ids: &[u32], adapter: Option<&str>, salt: Option<&str>) -> Vec<PrefixHash> {
+        let mut out = Vec::new();
+        let keys = BlockKeys::new(KeySeed(3));
+        block_chain(&keys, ids, 4, adapter, salt, &mut out);
+        out
+    }
+
+    #[test]
+    fn a_chain_stands_for_all_before_its_end_and_for_what_tells_apart() {
+        let ids: Vec<u32> = (0..13).collect();
+        let plain = chain(&ids, None, None);
+        assert_eq!(plain.len(), 3);
+        // A block that ends the prompt cannot be reused.
+        assert_eq!(chain(&ids[..12], None, None), plain[..2]);
+        assert_eq!(chain(&[], None, None), []);
+        let mut other = ids.clone();
+        other[5] = 99;
+        let other = chain(&other, None, None);
+        assert_eq!((other[0], other[1] == plain[1]), (plain[0], false));
+        assert_ne!(other[2], plain[2]);
+        let with_adapter = chain(&ids, Some("a"), None);
+        let with_salt = chain(&ids, None, Some("s"));
+        for (index, key) in plain.iter().enumerate() {
+            assert_ne!(*key, with_adapter[index]);
+            assert_ne!(*key, with_salt[index]);
+            assert_ne!(with_adapter[index], with_salt[index]);
+        }
+    }
+
+    #[test]
+    fn long_blocks_are_hashed_whole() {
+        let keys = BlockKeys::new(KeySeed(3));
+        let root = keys.root(None);
+        let mut ids = [5; 64];
+        let first = keys.key(root, &ids, 0);
+        ids[63] = 6;
+        assert_ne!(first, keys.key(root, &ids, 0));
+    }
+}
