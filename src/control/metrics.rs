@@ -15,6 +15,7 @@ use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::registry::Registry;
 use shards::HistogramSnapshot;
 
+use super::kv::SourceView;
 use super::standing::Standing;
 use super::{Plane, WorkerView, admin_port, reply};
 use crate::route::{Reason, Role, Whole};
@@ -89,6 +90,7 @@ impl Collector for Scrape {
         self.workers(&mut out, &workers)?;
         self.times(&mut out)?;
         self.tree(&mut out)?;
+        self.kv(&mut out)?;
         self.reloads(&mut out)?;
         if self.0.shared.config().pd.is_some() {
             self.pd(&mut out)?;
@@ -644,6 +646,97 @@ impl Scrape {
             "Batches of new prefixes not learnt because a mailbox was full",
             self.sum(|stats| stats.lessons_dropped.value()),
         )
+    }
+
+    /// What engines say they hold; nothing without `kv_aware`.
+    fn kv(&self, out: &mut Families) -> fmt::Result {
+        let Some(kv) = &self.0.shared.kv else {
+            return Ok(());
+        };
+        let tree = &kv.index.tree;
+        let (bytes, held) = (tree.bytes() as u64, tree.membership_count() as u64);
+        let views = self.0.kv.views();
+        let names: usize = views.iter().map(|view| view.name_bytes).sum();
+        out.gauge(
+            "corelane_kv_index_bytes",
+            "Memory of the exact index",
+            bytes,
+        )?;
+        out.gauge(
+            "corelane_kv_names_bytes",
+            "Memory of the engines' names for blocks",
+            names as u64,
+        )?;
+        out.gauge(
+            "corelane_kv_index_memberships",
+            "Pairs of a KV block and a source that holds it",
+            held,
+        )?;
+        out.counter(
+            "corelane_kv_index_evicted",
+            "KV blocks forgotten for room (--kv-index-bytes)",
+            tree.evicted_count(),
+        )?;
+        out.counter(
+            "corelane_kv_lessons",
+            "Batches of KV blocks sent to the cores",
+            self.0.kv.lesson_count(),
+        )?;
+        // By worker: the labels of ranks would be as many as the fleet's GPUs.
+        let mut workers: Vec<SourceView> = Vec::new();
+        for view in views {
+            match workers.iter_mut().find(|sum| sum.worker == view.worker) {
+                Some(sum) => sum.add(&view),
+                None => workers.push(view),
+            }
+        }
+        let each = |read: fn(&SourceView) -> u64| {
+            let each = workers.iter();
+            each.map(move |view| ([("worker", Label::Shared(view.worker.clone()))], read(view)))
+        };
+        out.gauges(
+            "corelane_kv_trust",
+            "How far a worker's events are believed: 0 blind, 1 degraded, 2 catching up, 3 exact",
+            each(|view| view.trust as u64),
+        )?;
+        out.gauges(
+            "corelane_kv_blocks",
+            "KV blocks that a worker says it holds",
+            each(|view| view.block_count as u64),
+        )?;
+        let counters: [(&str, &str, fn(&SourceView) -> u64); 7] = [
+            ("corelane_kv_stored", "KV blocks stored", |v| {
+                v.counts.stored
+            }),
+            ("corelane_kv_removed", "KV blocks removed", |v| {
+                v.counts.removed
+            }),
+            (
+                "corelane_kv_passed_over",
+                "KV blocks without a known parent, or of another size or cache group",
+                |v| v.counts.passed_over,
+            ),
+            (
+                "corelane_kv_bad_events",
+                "Events and messages that make no sense",
+                |v| v.counts.bad,
+            ),
+            ("corelane_kv_gaps", "Gaps in a worker's events", |v| v.gaps),
+            (
+                "corelane_kv_replays",
+                "Replays that gave all that was missing",
+                |v| v.replays,
+            ),
+            (
+                "corelane_kv_restarts",
+                "Times a worker's publisher has begun anew",
+                |v| v.restarts,
+            ),
+        ];
+        for (name, help, read) in counters {
+            out.counters(name, help, each(read))?;
+        }
+        Ok(())
     }
 
     fn connections(&self, out: &mut Families) -> fmt::Result {

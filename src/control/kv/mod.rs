@@ -71,6 +71,22 @@ pub struct SourceView {
     pub restarts: u64,
 }
 
+impl SourceView {
+    /// Another rank of the same worker: the best trust, the sum of all else.
+    pub fn add(&mut self, other: &SourceView) {
+        self.trust = self.trust.max(other.trust);
+        self.block_count += other.block_count;
+        self.name_bytes += other.name_bytes;
+        self.counts.stored += other.counts.stored;
+        self.counts.removed += other.counts.removed;
+        self.counts.passed_over += other.counts.passed_over;
+        self.counts.bad += other.counts.bad;
+        self.gaps += other.gaps;
+        self.replays += other.replays;
+        self.restarts += other.restarts;
+    }
+}
+
 struct Row {
     url: WorkerUrl,
     /// Who it speaks for now.
