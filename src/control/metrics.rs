@@ -101,6 +101,9 @@ impl Collector for Scrape {
     }
 }
 
+/// A counter of a worker's events: name, help, and where it is read.
+type Told = (&'static str, &'static str, fn(&SourceView) -> u64);
+
 /// What `request_errors_total` calls an outcome; none: no error of worker or router.
 fn error_type(outcome: Outcome) -> Option<&'static str> {
     match outcome {
@@ -704,7 +707,7 @@ impl Scrape {
             "KV blocks that a worker says it holds",
             each(|view| view.block_count as u64),
         )?;
-        let counters: [(&str, &str, fn(&SourceView) -> u64); 7] = [
+        let counters: [Told; 7] = [
             ("corelane_kv_stored", "KV blocks stored", |v| {
                 v.counts.stored
             }),

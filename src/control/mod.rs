@@ -14,7 +14,7 @@ mod admission;
 mod discovery;
 mod drain;
 pub mod health;
-mod kv;
+pub mod kv;
 mod metrics;
 mod models;
 mod mooncake;

@@ -22,12 +22,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use ahash::AHashMap;
 use shards::{Lesson, Sender, Slot};
 use tokio::io::BufReader;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 
-use self::source::{Counts, Order, Outbox, Replayed, Source};
+pub use self::source::{Counts, Order, Outbox, Replayed, Source};
+use super::registry::Entry;
 use super::{Plane, zmtp};
 use crate::config::{KvSource, WorkerUrl};
 use crate::route::{Index, Trust};
@@ -162,33 +164,42 @@ pub(super) async fn run(plane: Arc<Plane>) {
 /// Finds for each source the worker it speaks for now: the rank of its number, or the worker itself where that has one rank.
 fn resolve(plane: &Plane, index: &Index) {
     let registry = plane.registry();
+    let entries = registry.entries().iter();
+    let by_url: AHashMap<&str, &Entry> = entries.map(|e| (&**e.url.text(), e)).collect();
     let mut rows = plane.kv.rows();
     for row in rows.iter_mut() {
-        let entry = registry.find(&row.url);
+        // The same worker may be spelled in two ways.
+        let entry = by_url.get(&**row.url.text()).copied();
+        let entry = entry.or_else(|| registry.find(&row.url));
         let rank = entry.and_then(|entry| match &entry.ranks[..] {
             [only] => Some(only),
             ranks => ranks.iter().find(|r| r.number == Some(row.view.rank)),
         });
         row.slot = rank.map(|rank| rank.id.slot);
     }
+    drop(by_url);
     drop(registry);
     publish(&rows, index);
 }
 
 /// Writes what all rows say into the index.
 fn publish(rows: &[Row], index: &Index) {
-    for slot in 0..shards::SLOT_COUNT_MAX as u16 {
-        if index.trust(Slot(slot)) != Trust::Blind
-            && !rows.iter().any(|r| r.slot == Some(Slot(slot)))
-        {
-            index.set_worker(Slot(slot), Trust::Blind);
+    let mut best = vec![Trust::Blind; shards::SLOT_COUNT_MAX];
+    for (id, row) in rows.iter().enumerate() {
+        index.set_source(id as u16, row.slot.map(|slot| (slot, row.view.trust)));
+        if let Some(slot) = row.slot {
+            let trust = &mut best[slot.index()];
+            *trust = row.view.trust.max(*trust);
         }
     }
-    for (id, row) in rows.iter().enumerate() {
-        publish_row(rows, id, row, index);
+    for (slot, trust) in (0..).zip(best) {
+        if index.trust(Slot(slot)) != trust {
+            index.set_worker(Slot(slot), trust);
+        }
     }
 }
 
+/// The same of one row whose trust has changed.
 fn publish_row(rows: &[Row], id: usize, row: &Row, index: &Index) {
     index.set_source(id as u16, row.slot.map(|slot| (slot, row.view.trust)));
     if let Some(slot) = row.slot {
@@ -291,8 +302,17 @@ impl Task {
         self.source.connected();
         if self.spec.replay.is_some() {
             self.set_trust(Trust::CatchingUp);
-            self.catch_up().await;
-            self.settle_trust();
+            match self.catch_up().await {
+                Ok(()) => self.settle_trust(),
+                // Whether anything is missing, the next message tells.
+                Err(error) => {
+                    self.warn("KV events: no replay", &error);
+                    match self.source.next() {
+                        None => self.settle_trust(),
+                        Some(_) => self.set_trust(Trust::Degraded),
+                    }
+                }
+            }
         } else if self.source.next().is_none() {
             self.settle_trust();
         }
@@ -356,25 +376,19 @@ impl Task {
 
     /// At the begin of a connection: what was published before the subscription, and what was missed without a connection.
     /// The last message that was taken is asked for once more: who does not have it, or another one, is another process.
-    async fn catch_up(&mut self) {
-        let next = self.source.next().unwrap_or(0);
-        if next == 0 {
-            self.replay(0, u64::MAX).await;
-            return;
+    async fn catch_up(&mut self) -> io::Result<()> {
+        let mut next = self.source.next().unwrap_or(0);
+        let mut replay = self.try_replay(next.saturating_sub(1)).await?;
+        if next > 0 && matches!(replay, Replay::Nothing | Replay::OfAnother) {
+            self.begin_anew();
+            self.send().await;
+            replay = self.try_replay(0).await?;
+            next = 0;
         }
-        match self.try_replay(next - 1).await {
-            Ok(Replay::Whole) => self.note(|view| view.replays += 1),
-            Ok(Replay::Broken) => self.is_damaged = true,
-            Ok(Replay::Nothing | Replay::OfAnother) => {
-                self.begin_anew();
-                self.send().await;
-                self.replay(0, u64::MAX).await;
-            }
-            Err(error) => {
-                self.is_damaged = true;
-                self.warn("KV events: no replay", &error);
-            }
-        }
+        // From before our time is not from a gap.
+        self.is_damaged |= replay == Replay::Broken && next > 0;
+        self.note(|view| view.replays += u64::from(replay != Replay::Broken));
+        Ok(())
     }
 
     /// The publisher is another process, or cleared its numbers: what was known of it is over.
@@ -388,7 +402,7 @@ impl Task {
         }
     }
 
-    /// Asks for old messages from `from` on. True: nothing is missing up to `to`, or (for `u64::MAX`) up to the last one.
+    /// Asks for old messages from `from` on. True: nothing is missing up to `to`.
     async fn replay(&mut self, from: u64, to: u64) -> bool {
         let replayed = self.try_replay(from).await;
         let is_unbroken = match replayed {
@@ -398,7 +412,7 @@ impl Task {
                 false
             }
         };
-        let is_whole = is_unbroken && (to == u64::MAX || self.source.next().unwrap_or(0) >= to);
+        let is_whole = is_unbroken && self.source.next().unwrap_or(0) >= to;
         if is_whole {
             self.note(|view| view.replays += 1);
         }
