@@ -522,7 +522,7 @@ async fn without_a_config_file_sighup_reads_the_keys() {
         file.write(text);
         router.signal("HUP");
         until("they are read", || {
-            router.logged("clients' keys reloaded").len() >= count
+            router.logged("keys and certificates read again").len() >= count
         })
         .await;
     }

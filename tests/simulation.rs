@@ -1668,6 +1668,33 @@ fn a_body_that_stops_coming_is_answered_408_and_no_worker_hears_of_it() {
     assert_eq!(case.sim.closed, Some(Closed::Finished));
 }
 
+/// Found by fuzzing: what came in one piece went to the worker whole, and to its client as refused; and chunk framing
+/// counted.
+#[test]
+fn no_worker_gets_the_whole_of_a_streamed_body_that_is_too_large() {
+    let mut bench = Bench::new();
+    let config = Rc::get_mut(&mut bench.config).expect("nobody else holds it");
+    config.body_bytes_max = 40;
+    for (body_bytes, piece) in [(41, usize::MAX / 2), (41, 7), (40, usize::MAX / 2), (40, 7)] {
+        let upload = vec![b'u'; body_bytes];
+        let asked = ask(0, "PUT /upload", "HTTP/1.1", "", &upload, Some(&[9, 1]));
+        let mut case = bench.case(1, vec![asked]);
+        case.sim.odds.reused = 100;
+        while case.is_open() && case.at < case.wire.len() {
+            case.client_bytes(piece);
+        }
+        let has_whole = case.worker_has_request();
+        if body_bytes > 40 {
+            assert_eq!(case.statuses(), vec![413]);
+            let sent = case.sim.seen.iter();
+            let whole = sent.filter(|out| check_request(out, &case.sim.asks));
+            assert_eq!(whole.count(), 0, "in pieces of {piece}");
+        } else {
+            assert!(has_whole, "in pieces of {piece}");
+        }
+    }
+}
+
 #[test]
 fn an_idle_client_is_let_go_without_a_word_at_its_limit() {
     let bench = Bench::new();

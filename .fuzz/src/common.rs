@@ -14,6 +14,8 @@ struct Tape {
     at: usize,
     /// Where the bytes are at their end, a generator goes on, begun from them.
     state: u64,
+    /// How many numbers were drawn whole: ids are made of them, and no two of those are alike.
+    drawn: u64,
 }
 
 thread_local! {
@@ -29,6 +31,7 @@ pub fn wind(bytes: &[u8]) {
         tape.bytes.extend_from_slice(bytes);
         tape.at = 0;
         tape.state = state;
+        tape.drawn = 0;
     });
 }
 
@@ -56,7 +59,10 @@ pub struct Rng(pub u64);
 
 impl Rng {
     pub fn next(&mut self) -> u64 {
-        let next = TAPE.with_borrow_mut(|tape| tape.take(8));
+        let next = TAPE.with_borrow_mut(|tape| {
+            tape.drawn += 1;
+            mix(&mut (tape.take(8) ^ tape.drawn << 32))
+        });
         self.0 ^= next;
         next
     }

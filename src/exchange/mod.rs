@@ -114,6 +114,7 @@ struct Exchange {
     message_is_out: bool,
     /// The request's body, as the client frames it.
     incoming: Body,
+    /// Its content so far; of one that is read whole, once it is here.
     body_bytes: u64,
     fields: Option<Fields>,
     request_id: Vec<u8>,
@@ -1451,7 +1452,8 @@ impl Session {
         if exchange.message_is_out || exchange.leg == Leg::Fresh || exchange.leg == Leg::Reused {
             let mut out = world.buffer();
             let result = reframe(exchange, bytes, &mut out);
-            if out.is_empty() {
+            // A body that is too large is refused: no worker gets the end of it.
+            if out.is_empty() || is_too_long(exchange, world) {
                 world.recycle(out)
             } else {
                 world.send_worker(out)
@@ -1477,7 +1479,12 @@ impl Session {
         let connected = exchange.leg == Leg::Fresh || exchange.leg == Leg::Reused;
         if is_plain && connected {
             let len = piece.as_ref().len();
-            let result = exchange.incoming.feed(piece.as_ref(), |_| {});
+            let Exchange {
+                incoming,
+                body_bytes,
+                ..
+            } = &mut **exchange;
+            let result = incoming.feed(piece.as_ref(), |data| *body_bytes += data.len() as u64);
             let rest = result
                 .ok()
                 .filter(|p| p.consumed < len)
@@ -1512,9 +1519,8 @@ impl Session {
                 0
             }
             Ok(progress) => {
-                exchange.body_bytes += progress.consumed as u64;
-                let limit = world.config().body_bytes_max as u64;
-                if exchange.body_bytes > limit {
+                if is_too_long(exchange, world) {
+                    let limit = body_limit(exchange, world);
                     self.refuse(world, &too_large(limit));
                     return 0;
                 }
@@ -1724,15 +1730,20 @@ fn reframe(
     bytes: &[u8],
     out: &mut Vec<u8>,
 ) -> Result<body::Progress, body::Broken> {
-    if exchange.request.framing != Framing::Chunked {
-        return exchange
-            .incoming
-            .feed(bytes, |data| out.extend_from_slice(data));
-    }
-    let progress = exchange
-        .incoming
-        .feed(bytes, |data| push_chunk(out, data))?;
-    if progress.done {
+    let is_chunked = exchange.request.framing == Framing::Chunked;
+    let Exchange {
+        incoming,
+        body_bytes,
+        ..
+    } = exchange;
+    let progress = incoming.feed(bytes, |data| {
+        *body_bytes += data.len() as u64;
+        match is_chunked {
+            true => push_chunk(out, data),
+            false => out.extend_from_slice(data),
+        }
+    })?;
+    if is_chunked && progress.done {
         out.extend_from_slice(b"0\r\n\r\n");
     }
     Ok(progress)
@@ -1850,6 +1861,11 @@ fn body_limit<W: World>(exchange: &Exchange, world: &W) -> u64 {
         }
         _ => world.config().body_bytes_max as u64,
     }
+}
+
+/// Of a body that is handed on as it comes: its content, as that of one that is read whole.
+fn is_too_long<W: World>(exchange: &Exchange, world: &W) -> bool {
+    exchange.body_bytes > body_limit(exchange, world)
 }
 
 fn too_large(limit: u64) -> Refusal {
