@@ -18,9 +18,15 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("demo", &[]),
         ("route", &["shared"]),
         ("upstream", &["ring"]),
-        ("config", &["access", "access_log", "held", "route", "tls", "demo"]),
+        (
+            "config",
+            &["access", "access_log", "held", "route", "tls", "demo"],
+        ),
         ("doctor", &["config", "ring"]),
-        ("shared", &["access_log", "config", "held", "ring", "route", "tls"]),
+        (
+            "shared",
+            &["access_log", "config", "held", "ring", "route", "tls"],
+        ),
         (
             "exchange",
             &[
