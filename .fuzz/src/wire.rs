@@ -109,6 +109,7 @@ impl Fleet {
             address: ([127, 0, 0, 1], 8000).into(),
             authority: "worker.test:8000".into(),
             path_prefix: "".into(),
+            tls: None,
             models: Vec::new(),
         };
         let mut tight = Config::default_for_tests();
@@ -185,10 +186,10 @@ impl World for Wire<'_> {
     fn buffer(&mut self) -> Vec<u8> {
         Vec::with_capacity(64)
     }
-    fn grow(&mut self, mut buffer: Vec<u8>, more: usize) -> Vec<u8> {
+    fn grow(&mut self, mut buffer: Vec<u8>, more: usize) -> (Vec<u8>, bool) {
         assert!(more <= 4 << 20, "a length alone sets aside {more} bytes");
         buffer.reserve(more.min(1 << 16));
-        buffer
+        (buffer, false)
     }
     fn recycle(&mut self, _: Vec<u8>) {}
 
