@@ -49,7 +49,8 @@
 //! # Invariants
 //!
 //! Ids stand at the top of the file that keeps them: B* books, G* gate, T* tree, P* publish, N* sessions (crate `shards`), R* ring, C* core, M* memory, F* the list of workers,
-//! E* exchange (there also P1 to P4 the two legs, W* both at once, Q* those who wait), J* standing. Each of `shards`' has its loom model in
+//! E* exchange (there also P1 to P4 the two legs, W* both at once, Q* those who wait), J* standing,
+//! M* bytes held, Z* KV events; T1 and T2 of [`tls`] are its own. Each of `shards`' has its loom model in
 //! `loom_tests`.
 // Every module but `ring` forbids unsafe code, here or in its own file (`tests/layering.rs` checks it).
 #![deny(missing_docs)]

@@ -6,7 +6,6 @@
 //!
 //! Not lock-free: a handshake looks into tables that all cores share (tickets, sessions to resume). No request on a
 //! standing connection does.
-#![forbid(unsafe_code)]
 
 mod session;
 mod trust;
