@@ -96,19 +96,10 @@ impl Core {
             // What was queued before this process set the option on the listener has not inherited it.
             crate::ring::set_no_delay(&fd);
         }
-        let tls = match self
-            .config
-            .tls
-            .for_clients
-            .clone()
-            .map(tls::Session::of_client)
-        {
-            Some(Err(e)) => {
-                self.stats().closed.add(1);
-                return self.complain("no TLS for a client", &io::Error::other(e.to_string()));
-            }
-            Some(Ok(tls)) => Some(Box::new(tls)),
-            None => None,
+        let tls = self.config.tls.for_clients.clone();
+        let Ok(tls) = self.tls_session(tls.map(tls::Session::of_client)) else {
+            self.stats().closed.add(1);
+            return;
         };
         let wire = Wire {
             fd: Some(fd),

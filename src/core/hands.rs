@@ -1,6 +1,5 @@
 //! The world of a session as the core makes it: sockets through the ring, choices through the shards.
 
-use std::io;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -299,11 +298,7 @@ impl Hands<'_, '_> {
                 Ok(guard) => {
                     self.core.note(&decision, length);
                     let missing = |length: u64| {
-                        let matched = match decision.new_tokens {
-                            Some(new) => self.core.blocks.known_bytes(new, length),
-                            None => route::bytes_of_blocks(decision.matched_blocks),
-                        };
-                        length.saturating_sub(matched)
+                        length.saturating_sub(self.core.matched_bytes(&decision, length))
                     };
                     return Some(Seat {
                         id: worker.id,
@@ -576,13 +571,8 @@ impl World for Hands<'_, '_> {
                 return Dial::Reused;
             }
         }
-        let tls = match worker.tls.as_ref().map(ToWorker::session) {
-            Some(Err(e)) => {
-                core.complain("no TLS to a worker", &io::Error::other(e.to_string()));
-                return Dial::Refused;
-            }
-            Some(Ok(tls)) => Some(Box::new(tls)),
-            None => None,
+        let Ok(tls) = core.tls_session(worker.tls.as_ref().map(ToWorker::session)) else {
+            return Dial::Refused;
         };
         let up = Up {
             wire: Wire {

@@ -3,8 +3,7 @@
 
 use shards::{Lesson, Receiver, Shard};
 
-/// Steps of one turn: about 50 us.
-const STEPS: usize = 512;
+use super::{SHARD_STEPS, steps_of};
 
 /// The owner of a shard of the index, with its mailbox.
 pub struct IndexShard {
@@ -20,14 +19,14 @@ impl IndexShard {
 
     /// Applies lessons. True: there is more to apply.
     pub(super) fn work(&mut self) -> bool {
-        let mut steps = if self.shard.is_idle() { 0 } else { STEPS };
-        while steps < STEPS
+        let mut steps = if self.shard.is_idle() { 0 } else { SHARD_STEPS };
+        while steps < SHARD_STEPS
             && let Some(lesson) = self.mail.try_recv()
         {
-            steps += super::steps_of(&lesson);
+            steps += steps_of(&lesson);
             self.shard.apply(lesson);
         }
-        !self.shard.is_idle() && self.shard.work(STEPS)
+        !self.shard.is_idle() && self.shard.work(SHARD_STEPS)
     }
 
     /// Nothing waits in the mailbox.

@@ -1057,12 +1057,18 @@ impl Core {
         worker.chosen.add(1);
         if let Some(length) = length {
             worker.prompt_bytes.add(length);
-            let matched = match decision.new_tokens {
-                // The share of the tokens that it need not compute, of the bytes.
-                Some(new) => self.blocks.known_bytes(new, length),
-                None => route::bytes_of_blocks(decision.matched_blocks),
-            };
-            worker.matched_bytes.add(matched);
+            worker
+                .matched_bytes
+                .add(self.matched_bytes(decision, length));
+        }
+    }
+
+    /// Of a prompt of `length` bytes those that the chosen worker need not compute.
+    fn matched_bytes(&self, decision: &Decision, length: u64) -> u64 {
+        match decision.new_tokens {
+            // The share of the tokens that it need not compute, of the bytes.
+            Some(new) => self.blocks.known_bytes(new, length),
+            None => route::bytes_of_blocks(decision.matched_blocks),
         }
     }
 

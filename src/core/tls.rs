@@ -7,7 +7,7 @@ use std::io;
 use super::table::{Outgoing, Use, is_upstream};
 use super::{Core, Turn};
 use crate::ring::{Lease, Token, send_now};
-use crate::tls::Broken;
+use crate::tls::{Broken, Session};
 
 /// What a client gets that speaks plain HTTP where TLS is spoken.
 const NOT_TLS: &[u8] = b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: 112\r\n\
@@ -35,6 +35,17 @@ impl AsRef<[u8]> for Piece {
 }
 
 impl Core {
+    /// What TLS lies on a connection that begins, if any is to. An error: it could not be made, and that has been said.
+    pub(super) fn tls_session(
+        &mut self,
+        made: Option<Result<Session, Broken>>,
+    ) -> Result<Option<Box<Session>>, ()> {
+        let made = made.transpose().map_err(|e| {
+            self.complain("no TLS session", &io::Error::other(e.to_string()));
+        })?;
+        Ok(made.map(Box::new))
+    }
+
     /// Works off what came on a connection with TLS.
     pub(super) fn unseal(&mut self, turn: Turn<'_>, token: Token, sealed: Lease) {
         let (mut plain, mut out) = (Vec::new(), self.shelf.take());
@@ -67,16 +78,14 @@ impl Core {
     /// The socket's end. With TLS it says nothing about the peer's: that has told before, or the end is a cut.
     pub(super) fn cut(&mut self, turn: Turn<'_>, token: Token) {
         let Some(wire) = self.wire(token) else { return };
-        let (has_ended, is_cut) = match &wire.tls {
-            Some(tls) => (tls.has_ended(), !tls.has_ended()),
-            None => (false, false),
-        };
+        let has_tls = wire.tls.is_some();
+        let has_ended = wire.tls.as_ref().is_some_and(|tls| tls.has_ended());
         if has_ended {
             wire.is_open = false;
             return;
         }
         // Many clients that have got their answer just go; only a worker's bytes may be measured by its end.
-        self.ended(turn, token, is_cut && is_upstream(token));
+        self.ended(turn, token, has_tls && is_upstream(token));
     }
 
     fn tls_broke(&mut self, turn: Turn<'_>, token: Token, broken: &Broken, alert: &[u8]) {
