@@ -4,7 +4,7 @@ use loom::thread;
 use shards::{Lesson, PrefixHash, Shard, Slot};
 use std::sync::Arc;
 
-use super::forest::{Forest, ONE_SEGMENT, forest, held, insert};
+use super::forest::{Forest, ONE_SEGMENT, forest, held, insert, look_twice_during};
 use super::model;
 
 fn remove(shard: &mut Shard, worker: u16, hash: u64) {
@@ -18,39 +18,17 @@ fn remove(shard: &mut Shard, worker: u16, hash: u64) {
 
 /// `before` hold the block; those of `leaving` go, one after the other, while a reader looks twice.
 fn check(before: &'static [u16], bytes_max: usize, leaving: &'static [u16]) {
-    model(move || {
-        let Forest {
-            tree,
-            mut shard,
-            mut readers,
-        } = forest(bytes_max, 1);
-        before
-            .iter()
-            .for_each(|&worker| insert(&mut shard, worker, &[1]));
-        let mut reader = readers.remove(0);
-        let theirs = Arc::clone(&tree);
-        let thread = thread::spawn(move || {
-            let pin = reader.pin();
-            for _ in 0..2 {
-                let seen = held(&theirs, &pin, 1);
-                let may_see = (0..=leaving.len()).any(|gone| {
-                    let stay = |worker: &u16| !leaving[..gone].contains(worker);
-                    before.iter().copied().filter(stay).eq(seen.iter().copied())
-                });
-                assert!(may_see, "{seen:?}");
-            }
-            drop(pin);
-            reader
-        });
-        leaving
-            .iter()
-            .for_each(|&worker| remove(&mut shard, worker, 1));
-        let mut reader = thread.join().unwrap();
-        let pin = reader.pin();
-        assert_eq!(held(&tree, &pin, 1).len(), before.len() - leaving.len());
-        drop(pin);
-        while shard.work(1) {}
-    });
+    let change = |shard: &mut Shard| {
+        leaving.iter().for_each(|&worker| remove(shard, worker, 1));
+    };
+    let may_see = |seen: &[u16]| {
+        (0..=leaving.len()).any(|gone| {
+            let stay = |worker: &u16| !leaving[..gone].contains(worker);
+            before.iter().copied().filter(stay).eq(seen.iter().copied())
+        })
+    };
+    let after_count = before.len() - leaving.len();
+    look_twice_during(before, bytes_max, change, may_see, after_count);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use loom::thread;
 use shards::{Domain, Lesson, Pin, PrefixHash, Reader, Shard, Slot, Tree, TreeLimits};
 
 /// Bytes for one segment and one short list.
@@ -50,6 +51,45 @@ fn mix(hash: u64) -> u64 {
     m = (m ^ (m >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     m = (m ^ (m >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     m ^ (m >> 31)
+}
+
+/// `before` hold the block 1; `change` goes on while a reader looks twice. It may see any holders that `may_see` takes, and
+/// in the end so many hold it.
+pub fn look_twice_during(
+    before: &'static [u16],
+    bytes_max: usize,
+    change: impl Fn(&mut Shard) + Copy + Send + Sync + 'static,
+    may_see: impl Fn(&[u16]) -> bool + Copy + Send + Sync + 'static,
+    after_count: usize,
+) {
+    super::model(move || {
+        let Forest {
+            tree,
+            mut shard,
+            mut readers,
+        } = forest(bytes_max, 1);
+        before
+            .iter()
+            .for_each(|&worker| insert(&mut shard, worker, &[1]));
+        let mut reader = readers.remove(0);
+        let theirs = Arc::clone(&tree);
+        let thread = thread::spawn(move || {
+            let pin = reader.pin();
+            for _ in 0..2 {
+                let seen = held(&theirs, &pin, 1);
+                assert!(may_see(&seen), "{seen:?}");
+            }
+            drop(pin);
+            reader
+        });
+        change(&mut shard);
+        let mut reader = thread.join().unwrap();
+        let pin = reader.pin();
+        let after = held(&tree, &pin, 1);
+        assert!(after.len() == after_count && may_see(&after), "{after:?}");
+        drop(pin);
+        while shard.work(1) {}
+    });
 }
 
 pub fn insert(shard: &mut Shard, worker: u16, hashes: &[u64]) {
