@@ -6,6 +6,7 @@ mod common;
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use common::process::{RouterProcess, corelane};
 use common::tls::*;
 use common::*;
 use corelane::Router;
@@ -451,6 +452,32 @@ async fn a_renewed_certificate_holds_for_new_connections() {
         "{text}"
     );
     until_books_are_empty(&served.router).await;
+}
+
+/// A reload that leaves the certificates alone leaves the tickets alone, too: else each would cost all clients that come
+/// back a whole handshake.
+#[tokio::test]
+async fn a_session_goes_on_after_a_reload_of_other_things() {
+    let authority = Authority::new();
+    let issued = authority.issue("127.0.0.1");
+    let file = File::new("cache-threshold = 0.5\n");
+    let mut command = corelane(&["--port", "0", "--prometheus-port", "0", "--cores", "1"]);
+    command.args(["--config", file.path(), "--tls-cert", issued.cert.path()]);
+    command.args(["--tls-key", issued.key.path()]);
+    let router = RouterProcess::start(command);
+    let config = authority.client(None);
+    let mut first = connect(config.clone(), router.address).await.unwrap();
+    file.write("cache-threshold = 0.6\n");
+    let done = first.post("/reload", b"").await.unwrap();
+    let done: serde_json::Value = serde_json::from_slice(&done.body).unwrap();
+    assert_eq!(
+        done["changed"],
+        serde_json::json!(["cache-threshold"]),
+        "{done}"
+    );
+    let again = connect(config, router.address).await.unwrap();
+    let kind = again.stream.get_ref().1.handshake_kind();
+    assert_eq!(kind, Some(rustls::HandshakeKind::Resumed));
 }
 
 /// A core has the new configuration a moment after the reload has answered.

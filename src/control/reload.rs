@@ -247,7 +247,10 @@ async fn attempt(plane: &Arc<Plane>, origin: &Origin) -> Result<Report, Refusal>
     if config.access != old.access && !are_said {
         changed.push(KEYS_FILE.to_owned());
     }
-    if config.tls != old.tls {
+    if config.tls == old.tls {
+        // Clients that come back go on with their sessions.
+        config.tls = old.tls.clone();
+    } else {
         let flags = config.tls_source.flags().map(str::to_owned);
         let news: Vec<String> = flags.filter(|flag| !changed.contains(flag)).collect();
         changed.extend(news);
