@@ -285,7 +285,7 @@ fn await_workers(control: &Control) {
     }
 }
 
-/// The processors to be pinned to: of those this process may use, in order.
+/// The processors to be pinned to: of those this process may use, in order, and again from the first if cores share them.
 fn cpus(count: usize) -> Result<Vec<usize>, StartError> {
     let allowed = core_affinity::get_core_ids().unwrap_or_default();
     if allowed.is_empty() {
@@ -293,14 +293,8 @@ fn cpus(count: usize) -> Result<Vec<usize>, StartError> {
             "no processor is allowed to this process".to_string(),
         ));
     }
-    if count > allowed.len() {
-        let message = format!(
-            "--cores {count}: only {} processors are allowed to this process",
-            allowed.len()
-        );
-        return Err(StartError::Machine(message));
-    }
-    Ok(allowed.iter().take(count.max(1)).map(|id| id.id).collect())
+    let turns = allowed.iter().cycle().map(|id| id.id);
+    Ok(turns.take(count.max(1)).collect())
 }
 
 /// The tree's memory: what the workers' remembered prompts need, under the cap.

@@ -191,6 +191,17 @@ async fn the_books_end_at_zero_after_100_000_requests_with_aborts_resets_retries
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_books_say_what_the_workers_count_while_streams_run() {
+    books_and_workers_agree(&[]).await;
+}
+
+/// What a machine with more CPUs does: connections and workers are spread over more cores.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_books_say_what_the_workers_count_with_more_cores_than_cpus() {
+    let count = (2 * corelane::config::cpu_count()).to_string();
+    books_and_workers_agree(&["--cores", &count, "--cores-share-cpus"]).await;
+}
+
+async fn books_and_workers_agree(flags: &[&str]) {
     let mut rng = Rng(seed());
     let mut workers = Vec::new();
     for _ in 0..3 {
@@ -210,7 +221,7 @@ async fn the_books_say_what_the_workers_count_while_streams_run() {
         workers.push(worker);
     }
     let refs: Vec<&Worker> = workers.iter().collect();
-    let router = router(&refs, &["--policy", "power_of_two"]).await;
+    let router = router(&refs, &[&["--policy", "power_of_two"], flags].concat()).await;
     let mut open: Vec<Client> = Vec::new();
     for round in 0..25 {
         for _ in 0..rng.below(20) {

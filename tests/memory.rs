@@ -220,18 +220,6 @@ impl Flags {
     }
 }
 
-/// A figure of `/proc/PID/status`.
-fn status_bytes(pid: u32, name: &str) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find(|line| line.starts_with(name)).unwrap();
-    line.split_whitespace()
-        .nth(1)
-        .unwrap()
-        .parse::<u64>()
-        .unwrap()
-        * 1024
-}
-
 fn router_process(worker: &Worker) -> RouterProcess {
     let flags = [
         ("--header-size-max-bytes", FLAGS.header_size_max_bytes),

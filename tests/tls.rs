@@ -6,6 +6,7 @@ mod common;
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use common::pd::{CACHED_TOKENS, Pools, decode_script, orphans, pd_router};
 use common::process::{RouterProcess, corelane};
 use common::tls::*;
 use common::*;
@@ -512,4 +513,59 @@ async fn the_admin_port_speaks_tls_where_clients_do() {
     let mut got = Vec::new();
     let _ = plain.read_to_end(&mut got).await;
     assert!(!got.starts_with(b"HTTP/"), "no answer in the clear");
+}
+
+/// Both legs, a prefill worker that fails, and a client that leaves, all of it over TLS on both sides.
+#[tokio::test]
+async fn prefill_and_decode_workers_are_reached_by_tls() {
+    let authority = Authority::new();
+    let issued = authority.issue("127.0.0.1");
+    let pools = Pools::start(2, 2).await;
+    let mut fronts = Vec::new();
+    for worker in pools.prefill.iter().chain(&pools.decode) {
+        fronts.push(Front::start(worker, &issued, None).await);
+    }
+    let urls: Vec<String> = fronts.iter().map(Front::url).collect();
+    let flags = [
+        ("--tls-ca", authority.file.path()),
+        ("--tls-cert", issued.cert.path()),
+        ("--tls-key", issued.key.path()),
+    ];
+    let flags: Vec<&str> = flags
+        .iter()
+        .flat_map(|(flag, value)| [*flag, *value])
+        .collect();
+    let router = pd_router(&urls[..2], &urls[2..], &flags);
+    until("all workers are ready", || {
+        router.control().ready_count() == 4
+    })
+    .await;
+    let mut rng = Rng(seed());
+    let mut client = authority.connect(router.address).await;
+    for length in [1, 20_000, 300_000] {
+        let answer = client.post(CHAT, &chat(&rng.text(length))).await.unwrap();
+        assert_eq!(answer.status, 200, "{length}");
+        // The decode worker's, with prefill's count of what was cached.
+        let body: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+        let cached = &body["usage"]["prompt_tokens_details"]["cached_tokens"];
+        assert_eq!((&body["id"], cached), (&"d".into(), &CACHED_TOKENS.into()));
+    }
+    pools.prefill_fails_first(Reply::json(500, "{}"));
+    let answer = client.post(CHAT, &chat("once more")).await.unwrap();
+    assert_eq!(answer.status, 200, "another prefill worker is asked");
+    // One that leaves in the middle of its answer.
+    for worker in &pools.decode {
+        decode_script(worker, &pools.transfers, |_| {
+            Some(Reply::nothing(End::Stall))
+        });
+    }
+    let decoded = pools.decode_count();
+    let mut leaving = authority.connect(router.address).await;
+    leaving.send(&post(CHAT, &chat("leaves"))).await;
+    until("it is decoded", || pools.decode_count() > decoded).await;
+    drop(leaving);
+    until_books_are_empty(&router).await;
+    pools.transfers.assert_kept();
+    assert_eq!(orphans(&router), (0, 0, 0));
+    assert!(fronts.iter().all(|front| front.handshakes() > 0));
 }

@@ -834,6 +834,12 @@ pub struct MachineArgs {
     #[arg(value_parser = value_parser!(u16).range(1..=1024), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_CORES", hide_env = true)]
     pub cores: Option<u16>,
+    /// Let more cores be asked for than there are CPUs: some then share one and wait for each other. For tests of a larger
+    /// machine's router on a smaller one
+    #[arg(long)]
+    #[arg(value_parser = BoolishValueParser::new())]
+    #[arg(env = "CORELANE_CORES_SHARE_CPUS", hide_env = true)]
+    pub cores_share_cpus: bool,
     /// Size of one receive buffer
     #[arg(long, default_value_t = 32_768, value_name = "BYTES")]
     #[arg(value_parser = value_parser!(u32).range(2048..=1_048_576), allow_negative_numbers = true)]

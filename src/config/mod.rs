@@ -443,7 +443,7 @@ impl Config {
             access_log_file: observability.access_log_file,
             access_log_lines_per_sec: observability.access_log_lines_per_sec,
             request_id_headers: header_names(&observability.request_id_headers)?,
-            core_count: core_count(machine.cores)?,
+            core_count: core_count(machine.cores, machine.cores_share_cpus)?,
             recv_buffer_bytes: machine.recv_buffer_bytes as usize,
             recv_buffer_count: machine.recv_buffer_count,
             multishot_receive: !machine
@@ -723,14 +723,16 @@ fn count_or_any(count: i64) -> u32 {
     }
 }
 
-// A core is pinned to a CPU of its own.
-fn core_count(wanted: Option<u16>) -> Result<usize, ConfigError> {
+// A core is pinned to a CPU of its own, unless asked otherwise.
+fn core_count(wanted: Option<u16>, may_share: bool) -> Result<usize, ConfigError> {
     let cpu_count = machine::cpu_count();
     match wanted.map(usize::from) {
         None => Ok(cpu_count),
-        Some(count) if count <= cpu_count => Ok(count),
+        Some(count) if count <= cpu_count || may_share => Ok(count),
         Some(count) => {
-            let reason = format!("{count} cores, but this process may use only {cpu_count} CPUs");
+            let reason = format!(
+                "{count} cores, but this process may use only {cpu_count} CPUs (--cores-share-cpus, for tests)"
+            );
             Err(ConfigError {
                 flag: "cores",
                 reason,

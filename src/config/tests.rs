@@ -21,6 +21,15 @@ fn clap_finds_no_contradiction_in_the_flags() {
 }
 
 #[test]
+fn more_cores_than_cpus_are_refused_unless_they_may_share() {
+    let count = cpu_count() + 1;
+    let error = parse(&format!("--cores {count}")).unwrap_err();
+    assert!(error.contains("--cores"), "{error}");
+    let config = parse(&format!("--cores {count} --cores-share-cpus")).unwrap();
+    assert_eq!(config.core_count, count);
+}
+
+#[test]
 fn defaults_are_those_of_vllm_router_where_not_said_otherwise() {
     let config = parse("").unwrap();
     assert_eq!(config.listen.to_string(), "127.0.0.1:30000");

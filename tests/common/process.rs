@@ -190,6 +190,18 @@ fn listening(
     panic!("the router says where it listens");
 }
 
+/// A figure of `/proc/PID/status`.
+pub fn status_bytes(pid: u32, name: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find(|line| line.starts_with(name)).unwrap();
+    line.split_whitespace()
+        .nth(1)
+        .unwrap()
+        .parse::<u64>()
+        .unwrap()
+        * 1024
+}
+
 /// From one of several addresses of the loopback, so that ports do not run out.
 pub async fn connect(n: usize, to: SocketAddr) -> TcpStream {
     let socket = TcpSocket::new_v4().unwrap();
