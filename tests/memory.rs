@@ -221,12 +221,16 @@ impl Flags {
 }
 
 fn router_process(worker: &Worker) -> RouterProcess {
+    router_process_with(worker, &FLAGS, 64)
+}
+
+fn router_process_with(worker: &Worker, limits: &Flags, buffers: u64) -> RouterProcess {
     let flags = [
-        ("--header-size-max-bytes", FLAGS.header_size_max_bytes),
-        ("--recv-buffer-bytes", FLAGS.recv_buffer_bytes),
-        ("--relay-buffer-bytes", FLAGS.relay_buffer_bytes),
-        ("--body-memory-bytes", FLAGS.body_memory_bytes),
-        ("--recv-buffer-count", 64),
+        ("--header-size-max-bytes", limits.header_size_max_bytes),
+        ("--recv-buffer-bytes", limits.recv_buffer_bytes),
+        ("--relay-buffer-bytes", limits.relay_buffer_bytes),
+        ("--body-memory-bytes", limits.body_memory_bytes),
+        ("--recv-buffer-count", buffers),
         ("--max-connections", 1000),
         ("--prefix-memory-bytes", MIB),
         ("--cores", 1),
@@ -360,4 +364,24 @@ async fn memory_under_attack_stays_below_the_bound_that_follows_from_the_flags()
             "{kind}"
         );
     }
+}
+
+/// The kernel takes receive buffers in turn: had it all of them, a single client would touch all, one after the other.
+#[tokio::test]
+async fn receive_buffers_that_are_never_used_at_once_take_no_memory() {
+    let worker = Worker::start_with(false).await;
+    let limits = Flags {
+        recv_buffer_bytes: 32_768,
+        ..FLAGS
+    };
+    let router = router_process_with(&worker, &limits, 1024);
+    router.until_healthy().await;
+    let mut client = Client::open(router.address).await;
+    let before = status_bytes(router.id(), "VmRSS:");
+    let body = prompt(30_000);
+    for _ in 0..1_200 {
+        assert_eq!(client.post(CHAT, &body).await.unwrap().status, 200);
+    }
+    let more = status_bytes(router.id(), "VmRSS:").saturating_sub(before);
+    assert!(more < 8 * MIB, "{more} bytes more, 32 MiB of buffers");
 }

@@ -1,7 +1,10 @@
 //! The core's shared receive buffers: a provided buffer ring (io_uring, Linux 5.19), and the lease of one buffer.
 //!
 //! Owned by one core; every receive of that core takes its buffer from here at the moment data is there, so a quiet
-//! connection holds none. Invariant R1: a buffer is either in the kernel's ring, or leased by exactly one [`Lease`].
+//! connection holds none. Invariant R1: a buffer is in the kernel's ring, or leased by exactly one [`Lease`], or was never used.
+//!
+//! The kernel takes buffers in the order in which they were given, so all that were ever given are touched again and again. Hence
+//! few are given at first, and more only as they are used at once: what is touched stays small in the caches and in memory.
 
 use std::cell::Cell;
 use std::io;
@@ -18,6 +21,9 @@ pub(super) const GROUP: u16 = 0;
 /// Set between two buffers. Buffers of a power of two would all begin in the same few sets of the processor's caches, and small
 /// pieces, which only ever use a buffer's beginning, would push each other out.
 const GAP_BYTES: usize = 3 * 64;
+
+/// Buffers that the kernel gets at first.
+const FIRST: u16 = 64;
 
 /// An anonymous, page-aligned mapping.
 struct Mapping {
@@ -60,10 +66,13 @@ pub(super) struct Pool {
     buffer_bytes: usize,
     mask: u16,
     tail: Cell<u16>,
+    /// How many are in use: numbers below it.
+    given: Cell<u16>,
+    leased: Cell<u16>,
 }
 
 impl Pool {
-    /// Maps `count` buffers of `buffer_bytes` and gives all of them to the kernel. `count` is rounded up to a power of two.
+    /// Maps `count` buffers of `buffer_bytes` and gives some of them to the kernel. `count` is rounded up to a power of two.
     pub(super) fn new(uring: &IoUring, count: u16, buffer_bytes: usize) -> io::Result<Rc<Pool>> {
         let count = count.clamp(1, 1 << 14).next_power_of_two();
         let pool = Pool {
@@ -72,6 +81,8 @@ impl Pool {
             buffer_bytes,
             mask: count - 1,
             tail: Cell::new(0),
+            given: Cell::new(0),
+            leased: Cell::new(0),
         };
         // SAFETY: the ring of entries is page-aligned, `count` entries long, and outlives the io_uring: the ring keeps
         // an Rc to this pool and is dropped before it (see `Ring`'s field order).
@@ -83,10 +94,20 @@ impl Pool {
                 0,
             )?;
         }
-        for id in 0..count {
-            pool.put(id);
-        }
+        pool.give(FIRST);
         Ok(Rc::new(pool))
+    }
+
+    /// As many again as are in use, as far as there are.
+    pub(super) fn grow(&self) {
+        self.give(self.given.get());
+    }
+
+    fn give(&self, more: u16) {
+        let given = self.given.get();
+        let end = given.saturating_add(more).min(self.mask + 1);
+        self.given.set(end);
+        (given..end).for_each(|id| self.put(id));
     }
 
     fn at(&self, id: u16) -> NonNull<u8> {
@@ -120,6 +141,11 @@ impl Pool {
     /// Takes the lease of a buffer that a completion named.
     pub(super) fn lease(self: &Rc<Pool>, id: u16, len_bytes: usize) -> Lease {
         debug_assert!(len_bytes <= self.buffer_bytes);
+        self.leased.set(self.leased.get() + 1);
+        // Before the kernel finds none: then it ends the receive, which has to be begun anew.
+        if self.leased.get() > self.given.get() / 4 * 3 {
+            self.grow();
+        }
         Lease {
             pool: self.clone(),
             id,
@@ -147,6 +173,7 @@ impl AsRef<[u8]> for Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
+        self.pool.leased.set(self.pool.leased.get() - 1);
         self.pool.put(self.id);
     }
 }

@@ -388,7 +388,10 @@ impl Ring {
         let received = match (result, lease) {
             (1.., Some(lease)) => Received::Data(lease),
             (0.., _) => Received::End,
-            (e, _) if e == -libc::ENOBUFS => Received::Starved,
+            (e, _) if e == -libc::ENOBUFS => {
+                self.pool.grow();
+                Received::Starved
+            }
             (e, _) if e == -libc::ECANCELED => Received::Stopped,
             (e, _) => Received::Failed(-e),
         };
