@@ -61,7 +61,7 @@ def of_args(args: Any) -> dict[str, Any]:
     return settings
 
 
-def _default(field: dataclasses.Field) -> Any:
+def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default

@@ -66,14 +66,16 @@ class Process:
             return
         finally:
             self._started.set()
-        for line in self._child.stderr:
+        lines = self._child.stderr
+        assert lines is not None
+        for line in lines:
             text = line.decode(errors="replace").rstrip("\n")
             self._lines.append(text)
             try:
                 self._log(text)
             except Exception:  # noqa: BLE001  The log's reader must not end: the router would wait for it some day.
                 self._log = to_standard_error
-        self._child.stderr.close()
+        lines.close()
         self.returncode = self._child.wait()
         self.has_ended.set()
 
@@ -99,13 +101,17 @@ class Process:
     def _is_from_child(self, control: list[tuple[int, int, bytes]]) -> bool:
         for level, kind, data in control:
             if level == socket.SOL_SOCKET and kind == _SCM_CREDENTIALS and len(data) >= _CREDENTIALS.size:
-                return _CREDENTIALS.unpack(data[: _CREDENTIALS.size])[0] == self.pid
+                return bool(_CREDENTIALS.unpack(data[: _CREDENTIALS.size])[0] == self.pid)
         return False
 
     def _read(self, message: str) -> None:
         fields = dict(line.split("=", 1) for line in message.splitlines() if "=" in line)
         if fields.get("READY") == "1":
-            names = {"X_CORELANE_ADDRESS": "data", "X_CORELANE_METRICS_ADDRESS": "metrics", "X_CORELANE_ADMIN_ADDRESS": "admin"}
+            names = {
+                "X_CORELANE_ADDRESS": "data",
+                "X_CORELANE_METRICS_ADDRESS": "metrics",
+                "X_CORELANE_ADMIN_ADDRESS": "admin",
+            }
             self.addresses = {short: fields[name] for name, short in names.items() if name in fields}
             # Later messages are for nobody; an unread socket would only fill up.
             self._notify.close()

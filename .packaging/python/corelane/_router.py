@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 from . import _args, _process
@@ -130,8 +131,8 @@ class Router:
         process = self._running()
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                before[number] = signal.signal(number, lambda number, _: process.send(number))
+            for sent in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                before[sent] = signal.signal(sent, lambda number, _: process.send(number))
         try:
             process.has_ended.wait()
         finally:
@@ -192,7 +193,9 @@ class Router:
     def __enter__(self) -> Router:
         return self.spawn()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self.stop()
         except RouterError:
@@ -248,7 +251,7 @@ class Router:
             # It is our own child that is asked, and nothing is told to it.
             context = ssl.create_default_context()
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-            connection = http.client.HTTPSConnection(address, timeout=5, context=context)
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(address, timeout=5, context=context)
         else:
             connection = http.client.HTTPConnection(address, timeout=5)
         try:
