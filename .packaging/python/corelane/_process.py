@@ -86,16 +86,18 @@ class Process:
     def wait_listening(self, timeout: float) -> bool:
         """Whether it accepts, within so many seconds; ``False`` too when it has ended."""
         end = time.monotonic() + timeout
-        self._notify.settimeout(0.05)
-        while not self.addresses and time.monotonic() < end:
-            try:
-                data, control, _, _ = self._notify.recvmsg(4096, socket.CMSG_SPACE(_CREDENTIALS.size))
-            except socket.timeout:  # TimeoutError from Python 3.10 on.
-                if self.has_ended.is_set():
-                    return False
-                continue
-            if self._is_from_child(control):
-                self._read(data.decode(errors="replace"))
+        # Later messages are for nobody; an unread socket would only fill up.
+        with self._notify:
+            self._notify.settimeout(0.05)
+            while not self.addresses and time.monotonic() < end:
+                try:
+                    data, control, _, _ = self._notify.recvmsg(4096, socket.CMSG_SPACE(_CREDENTIALS.size))
+                except socket.timeout:  # TimeoutError from Python 3.10 on.
+                    if self.has_ended.is_set():
+                        break
+                    continue
+                if self._is_from_child(control):
+                    self._read(data.decode(errors="replace"))
         return bool(self.addresses)
 
     def _is_from_child(self, control: list[tuple[int, int, bytes]]) -> bool:
@@ -113,8 +115,6 @@ class Process:
                 "X_CORELANE_ADMIN_ADDRESS": "admin",
             }
             self.addresses = {short: fields[name] for name, short in names.items() if name in fields}
-            # Later messages are for nobody; an unread socket would only fill up.
-            self._notify.close()
 
     def send(self, signal: int) -> None:
         """Sends a signal, unless it has ended: the number may be another process's then."""
