@@ -44,7 +44,7 @@
 //! held: bytes of clients in memory, counted; named by exchange, core and shared
 //! ```
 //!
-//! `shared` is what both planes see; `config` is read by all; `access_log` is where cores put their lines. `listen` and `notify` serve `start`, `main` and the drain.
+//! `shared` is what both planes see; `config` is read by all; `access_log` is where cores put their lines. `listen` and `notify` serve `start`, `main` and the drain, `manual` and `doctor` the subcommands.
 //!
 //! # Invariants
 //!
@@ -73,6 +73,7 @@ pub mod held;
 #[forbid(unsafe_code)]
 pub mod http;
 pub mod listen;
+pub mod manual;
 pub mod notify;
 pub mod ring;
 #[forbid(unsafe_code)]

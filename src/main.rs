@@ -11,7 +11,7 @@ use corelane::config::{Cli, Command, Config, EXIT_USAGE, Loaded, LogLevel, Sourc
 use corelane::demo::{DemoArgs, FleetView, Probe, WorkerView, router_flags};
 use corelane::ring::Inherited;
 use corelane::route::Reason;
-use corelane::{Router, doctor, notify, start, start_on};
+use corelane::{Router, doctor, manual, notify, start, start_on};
 use shards::HistogramSnapshot;
 
 fn main() -> ExitCode {
@@ -20,6 +20,11 @@ fn main() -> ExitCode {
     match cli.command.take() {
         None => serve(),
         Some(Command::Doctor) => doctor::run(),
+        Some(Command::Man) => report(manual::write_man(&mut io::stdout().lock())),
+        Some(Command::Completions { shell }) => {
+            manual::write_completions(shell, &mut io::stdout().lock());
+            ExitCode::SUCCESS
+        }
         Some(Command::MockWorker(args)) => report(args.run()),
         Some(Command::Demo(args)) => demo(&args),
     }
@@ -36,6 +41,9 @@ fn report(result: io::Result<()>) -> ExitCode {
 }
 
 fn serve() -> ExitCode {
+    if let Err(e) = corelane::ring::end_with_parent() {
+        return report(Err(e));
+    }
     // Before anything else is opened.
     let inherited = match corelane::ring::inherited() {
         Ok(inherited) => inherited,
@@ -75,7 +83,8 @@ fn run(
         policy = router.shared.config().settings.policy.name(),
         "listening"
     );
-    notify::send(notify::READY);
+    let [address, metrics] = [router.address, router.metrics_address];
+    notify::send(&notify::ready(address, metrics, router.admin_address));
     router.join().map_err(io::Error::other)
 }
 

@@ -23,6 +23,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
             &["access", "access_log", "held", "route", "tls", "demo"],
         ),
         ("doctor", &["config", "ring"]),
+        ("manual", &["config"]),
         (
             "shared",
             &["access_log", "config", "held", "ring", "route", "tls"],

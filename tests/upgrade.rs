@@ -417,15 +417,48 @@ async fn the_service_manager_is_told() {
         .set_read_timeout(Some(Duration::from_secs(10)))
         .unwrap();
     let told = || {
-        let mut text = [0; 64];
+        let mut text = [0; 512];
         let n = manager.recv(&mut text).expect("a message");
         String::from_utf8_lossy(&text[..n]).into_owned()
     };
     let mut router = command(None, &[], &["--port", "0", "--prometheus-port", "0"]);
     router.env("NOTIFY_SOCKET", format!("@{name}"));
-    let (mut process, ..) = start(router);
-    assert_eq!(told(), "READY=1");
+    let (mut process, address, metrics) = start(router);
+    let wanted = format!(
+        "READY=1\nSTATUS=Listening on {address}, metrics on {metrics}\n\
+         X_CORELANE_ADDRESS={address}\nX_CORELANE_METRICS_ADDRESS={metrics}"
+    );
+    assert_eq!(told(), wanted);
     process.terminate();
     assert_eq!(told(), "STOPPING=1");
     assert_eq!(process.end().await.code(), Some(0));
+}
+
+/// The shell starts the router, and stays.
+const STAY: &str = "CORELANE_PARENT_PID=$$ \"$0\" --port 0 --prometheus-port 0 & read wait";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_drains_when_the_process_that_started_it_is_killed() {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", STAY, env!("CARGO_BIN_EXE_corelane")]);
+    shell.stdin(Stdio::piped()).stderr(Stdio::piped());
+    let (mut shell, address, _) = start(shell);
+    assert!(TcpStream::connect(address).await.is_ok());
+    shell.0.kill().unwrap();
+    shell.0.wait().unwrap();
+    let end = Instant::now() + Duration::from_secs(15);
+    while TcpStream::connect(address).await.is_ok() {
+        assert!(Instant::now() < end, "the router runs still");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[test]
+fn a_router_whose_starter_has_ended_does_not_start() {
+    for (parent, why) in [("1", "has ended"), ("me", "no process number")] {
+        let mut router = command(None, &[], &["--port", "0", "--prometheus-port", "0"]);
+        router.env("CORELANE_PARENT_PID", parent);
+        let text = refusal(router);
+        assert!(text.contains(why), "{text}");
+    }
 }

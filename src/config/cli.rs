@@ -49,6 +49,13 @@ pub enum Command {
     MockWorker(crate::demo::MockWorkerArgs),
     /// Say what this machine offers, what is missing, and how to enable it
     Doctor,
+    /// Print the completions of a shell
+    Completions {
+        /// Whose
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page corelane(1), for man -l
+    Man,
 }
 
 /// Flags of serving, by subject.

@@ -8,6 +8,7 @@
 
 mod buffers;
 mod inherit;
+mod parent;
 mod probe;
 mod socket;
 
@@ -23,6 +24,7 @@ use io_uring::{IoUring, cqueue, opcode, squeue};
 
 pub use buffers::Lease;
 pub use inherit::{Inherited, inherited};
+pub use parent::end_with_parent;
 pub use probe::{Abilities, TaskRun, probe};
 pub use socket::{
     adopt_listener, eventfd, has_pending, listen, listeners, raise_descriptor_limit,
