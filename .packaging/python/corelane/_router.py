@@ -127,13 +127,25 @@ class Router:
 
         :raises RouterError: as :meth:`spawn`; or it has failed.
         """
-        self.spawn()
-        process = self._running()
+        if self._is_running():
+            raise RouterError("the router runs already")
+        self._process = None
+        early: list[int] = []
+
+        def pass_on(number: int, _: Any) -> None:
+            if self._process is None:
+                early.append(number)
+            else:
+                self._process.send(number)
+
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for sent in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                before[sent] = signal.signal(sent, lambda number, _: process.send(number))
+                before[sent] = signal.signal(sent, pass_on)
         try:
+            process = self.spawn()._running()
+            for number in early:
+                process.send(number)
             process.has_ended.wait()
         finally:
             for number, handler in before.items():
