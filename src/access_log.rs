@@ -34,6 +34,16 @@ pub enum Format {
     Text,
 }
 
+impl Format {
+    /// The word of `--access-log`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Format::Json => "json",
+            Format::Text => "text",
+        }
+    }
+}
+
 /// One request, at its end. Times in ns.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Entry<'a> {

@@ -7,12 +7,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Parser;
-use corelane::config::{Cli, Command, Config, EXIT_USAGE, Loaded, LogLevel, Source};
+use corelane::config::{
+    Cli, Command, Config, EXIT_USAGE, LineArgs, Loaded, LogLevel, Source, file_of_line, in_force,
+};
 use corelane::demo::{DemoArgs, FleetView, Probe, WorkerView, router_flags};
 use corelane::ring::Inherited;
 use corelane::route::Reason;
 use corelane::{Router, doctor, manual, notify, start, start_on};
 use shards::HistogramSnapshot;
+use tracing_appender::non_blocking::{NonBlocking, WorkerGuard};
+use tracing_appender::rolling::{RollingFileAppender, Rotation};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, reload};
 
 fn main() -> ExitCode {
     let mut cli = Cli::parse();
@@ -25,6 +32,8 @@ fn main() -> ExitCode {
             manual::write_completions(shell, &mut io::stdout().lock());
             ExitCode::SUCCESS
         }
+        Some(Command::CheckConfig(args)) => check_config(&args),
+        Some(Command::ConfigFromArgs(args)) => config_from_args(&args),
         Some(Command::MockWorker(args)) => report(args.run()),
         Some(Command::Demo(args)) => demo(&args),
     }
@@ -60,8 +69,46 @@ fn serve() -> ExitCode {
             return ExitCode::from(EXIT_USAGE as u8);
         }
     };
-    let set_level = log(loaded.config.log_level);
+    let (set_level, _file) = match log(&loaded.config) {
+        Ok(log) => log,
+        Err(e) => return report(Err(e)),
+    };
+    for notice in &loaded.notices {
+        tracing::warn!(flag = notice.flag, "{}", notice.text);
+    }
     report(run(source, loaded, inherited, set_level))
+}
+
+/// What would be in force, or why that cannot be.
+fn check_config(args: &LineArgs) -> ExitCode {
+    let refuse = |reason: &str| {
+        eprintln!("error: {reason}");
+        ExitCode::FAILURE
+    };
+    let source = match Source::new(args.as_typed()) {
+        Ok(source) => source,
+        Err(e) if !e.use_stderr() => e.exit(),
+        Err(e) => return refuse(e.to_string().trim_start_matches("error: ").trim_end()),
+    };
+    let loaded = match source.load() {
+        Ok(loaded) => loaded,
+        Err(e) => return refuse(&e.to_string()),
+    };
+    print!("{}", in_force(&loaded.settings, &loaded.config));
+    for notice in &loaded.notices {
+        eprintln!("warning: {notice}");
+    }
+    ExitCode::SUCCESS
+}
+
+fn config_from_args(args: &LineArgs) -> ExitCode {
+    match file_of_line(args.as_typed()) {
+        Ok(text) => {
+            print!("{text}");
+            ExitCode::SUCCESS
+        }
+        Err(e) => e.exit(),
+    }
 }
 
 fn run(
@@ -88,19 +135,48 @@ fn run(
     router.join().map_err(io::Error::other)
 }
 
-/// Logs from now on. What is given back sets another level.
-fn log(level: LogLevel) -> impl Fn(LogLevel) + Send + Sync + 'static {
+/// Logs from now on, on standard error and into `--log-dir`. What is given back sets another level; and what is written last is
+/// in the file when the other is dropped.
+fn log(
+    config: &Config,
+) -> io::Result<(
+    impl Fn(LogLevel) + Send + Sync + 'static,
+    Option<WorkerGuard>,
+)> {
     use std::io::IsTerminal;
-    let builder = tracing_subscriber::fmt()
-        .with_env_filter(level.name())
-        .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal())
-        .with_target(false)
-        .with_filter_reloading();
-    let filter = builder.reload_handle();
-    builder.init();
+    let (filter, handle) = reload::Layer::new(EnvFilter::new(config.log_level.name()));
+    let (file, guard) = log_file(config)?.unzip();
+    let layer = || tracing_subscriber::fmt::layer().with_target(false);
+    tracing_subscriber::registry()
+        .with(filter)
+        .with(file.map(|file| layer().with_ansi(false).with_writer(file)))
+        .with(
+            layer()
+                .with_ansi(io::stderr().is_terminal())
+                .with_writer(io::stderr),
+        )
+        .init();
     // It fails only when there is no log any more.
-    move |level| drop(filter.reload(level.name()))
+    let set_level = move |level: LogLevel| drop(handle.reload(EnvFilter::new(level.name())));
+    Ok((set_level, guard))
+}
+
+/// A file for each day; a thread writes it, so that a slow disk holds up nobody.
+fn log_file(config: &Config) -> io::Result<Option<(NonBlocking, WorkerGuard)>> {
+    let Some(directory) = &config.log_dir else {
+        return Ok(None);
+    };
+    let mut builder = RollingFileAppender::builder()
+        .rotation(Rotation::DAILY)
+        .filename_prefix("corelane")
+        .filename_suffix("log");
+    if config.log_files_max > 0 {
+        builder = builder.max_log_files(config.log_files_max);
+    }
+    let file = builder.build(directory);
+    let file =
+        file.map_err(|e| io::Error::other(format!("--log-dir {}: {e}", directory.display())))?;
+    Ok(Some(tracing_appender::non_blocking(file)))
 }
 
 // ---- the demo ----

@@ -12,8 +12,8 @@ use std::time::Instant;
 use ahash::AHashMap;
 use crossbeam::queue::SegQueue;
 use shards::{
-    Addresses, Books, Counter, Domain, Doorbell, Gate, Gauge, Histogram, Lesson, Published, Sender,
-    Sessions, Slot, Tree, WorkerId,
+    Addresses, Books, Bucket, Counter, Domain, Doorbell, Gate, Gauge, Histogram, Lesson, Published,
+    Sender, Sessions, Slot, Tree, WorkerId,
 };
 
 use crate::access_log::AccessLog;
@@ -790,6 +790,8 @@ pub struct Shared {
     pub address_hasher: ahash::RandomState,
     /// Who may use workers. Leaked once, as the books are.
     pub gate: &'static Gate,
+    /// How many requests may begin in a second, where that is limited.
+    pub bucket: Bucket,
     /// Bodies in memory, all cores together; each core has its part.
     pub bodies: Arc<ByteCount>,
     /// Bytes of the requests that wait.
@@ -830,6 +832,36 @@ impl Shared {
         config
             .unwrap_or_else(std::sync::PoisonError::into_inner)
             .clone()
+    }
+
+    /// Whether a request may begin now, as far as their rate goes; if so, it counts as having begun.
+    pub fn may_begin(&self, config: &Config) -> bool {
+        let Some(refill) = config.refill() else {
+            return true;
+        };
+        let now_ns = self.started.elapsed().as_nanos() as u64;
+        self.bucket.take(now_ns, refill)
+    }
+
+    /// It has not begun after all.
+    pub fn has_not_begun(&self, config: &Config) {
+        if let Some(refill) = config.refill() {
+            self.bucket.give_back(refill);
+        }
+    }
+
+    /// Lets in the oldest of those that wait for their turn, if there is room and their rate allows it: the core that has it,
+    /// which must be told.
+    pub fn pass_on(&self, config: &Config) -> Option<usize> {
+        let is_limited = config.request_rate_max.is_some();
+        if is_limited && (self.gate.counts().1 == 0 || !self.may_begin(config)) {
+            return None;
+        }
+        let core = self.gate.pass_on(config.request_count_max);
+        if core.is_none() {
+            self.has_not_begun(config);
+        }
+        core
     }
 
     /// The sessions, if the configuration has a policy that binds them. Never freed: a reload may bring that policy back.

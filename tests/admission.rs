@@ -454,3 +454,41 @@ async fn clients_that_leave_and_workers_that_fail_leave_the_gate_empty() {
     tokio::join!(churn, all);
     until_books_are_empty(&router).await;
 }
+
+/// More come than may begin: a burst of as many as may run, then one for each token, and those that cannot wait are refused.
+#[tokio::test]
+async fn requests_begin_no_faster_than_their_rate_after_a_burst() {
+    let worker = Worker::start().await;
+    let flags = [
+        "--rate-limit-tokens-per-second",
+        "20",
+        "--max-concurrent-requests",
+        "4",
+        "--queue-size",
+        "8",
+        "--cores",
+        "2",
+    ];
+    let router = router(&[&worker], &flags).await;
+    let began = Instant::now();
+    let mut clients = Vec::new();
+    for n in 0..16 {
+        clients.push(sent(&router, &format!("request {n}")).await);
+    }
+    let mut statuses = Vec::new();
+    for client in &mut clients {
+        statuses.push(status(client).await);
+    }
+    let took = began.elapsed();
+    let good = statuses.iter().filter(|status| **status == 200).count();
+    let refused = statuses.iter().filter(|status| **status == 429).count();
+    assert_eq!(good + refused, 16, "{statuses:?}");
+    // The burst and those that wait; and one for each 50 ms that sending them all took.
+    assert!((12..=15).contains(&good), "{statuses:?}");
+    // Of them all but the burst have waited for a token of their own.
+    let least = Duration::from_millis(50 * (good as u64 - 4) - 50);
+    assert!(took >= least, "{good} in {took:?}");
+    assert!(took < Duration::from_secs(10), "{took:?}");
+    until_books_are_empty(&router).await;
+    assert_eq!(counts(&router), (0, 0));
+}

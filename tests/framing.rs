@@ -87,6 +87,7 @@ fn judge_answer(wire: &[u8], piece: usize) -> Outcome {
         request_id: b"id",
         hides_workers_id: false,
         length: None,
+        cors: b"",
     };
     for end in (piece..wire.len()).step_by(piece).chain([wire.len()]) {
         match response::parse(&wire[..end], client, &mut Vec::new()) {

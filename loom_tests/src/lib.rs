@@ -12,6 +12,7 @@ compile_error!(
 #[cfg(all(loom, test))]
 mod models {
     mod addresses_keep_their_limit;
+    mod bucket_holds_so_many;
     mod canary;
     mod doorbell_loses_no_wake_up;
     mod epoch_frees_nothing_in_use;

@@ -7,6 +7,7 @@
 //! | `ids` | slots, workers, prefix hashes | | |
 //! | `load` | in-flight counts, owned by [`LoadGuard`]s | any core | any core |
 //! | `gate` | who runs, who waits, and who is next | any core; each core its head | any core |
+//! | `bucket` | how many may begin in a second | any core | any core |
 //! | `epoch` | pins, and bins of what they may still see | each core its seat | owners of bins |
 //! | `publish` | a value replaced whole | one publisher | any core |
 //! | `mailbox` | a bounded ring between two cores | its two ends | its two ends |
@@ -32,6 +33,7 @@
 //! | `Addresses::rows` | any core | any core | R with a SeqCst fence | A1, A2 | `addresses_keep_their_limit` |
 //! | `Gate::word`, `tickets` | any core | any core, gauges | R | G1, G2, G4 | `gate_lets_in_the_next` |
 //! | `Gate::heads` | own core; claimed by any | any core | R with SeqCst fences | G1, G3 | `gate_lets_in_the_next` |
+//! | `Bucket::full_at_ns` | any core, control | the same | R | K1 | `bucket_holds_so_many` |
 //! | `Domain::global` | owners of bins | readers | add L; load R, then fence SeqCst | E1 | `epoch_frees_nothing_in_use` |
 //! | `Seat::epoch` | own reader | owners of bins | pin L, fence SeqCst; unpin L; scan fence SeqCst, A | E1, E2 | `epoch_frees_nothing_in_use` |
 //! | `Seat::taken` | reader handles | the same | swap A; store L | one reader per seat | (a lock of its own, at start) |
@@ -51,6 +53,7 @@
 #![deny(missing_docs)]
 
 mod addresses;
+mod bucket;
 mod counters;
 mod doorbell;
 mod epoch;
@@ -67,6 +70,7 @@ mod testing;
 mod tree;
 
 pub use addresses::{Addresses, Counted};
+pub use bucket::{Bucket, Refill};
 pub use counters::{Counter, Gauge, Histogram, HistogramSnapshot};
 pub use doorbell::Doorbell;
 pub use epoch::{Bin, Domain, Pin, Reader};

@@ -17,7 +17,7 @@ pub enum Need {
 pub fn of_ours(path: &str) -> Need {
     match path {
         "/health" | "/health_generate" | "/liveness" | "/readiness" => Need::Nothing,
-        "/v1/models" | "/get_model_info" => Need::Client,
+        "/v1/models" | "/get_model_info" | "/openapi.json" => Need::Client,
         _ => Need::Admin,
     }
 }

@@ -5,11 +5,13 @@
 //! checked here, so that the message names the flag; what concerns several flags is checked in
 //! [`super::Config::from_cli`]. Read by the main thread at start, and by the control plane for a reload.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::builder::{BoolishValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, value_parser};
 
+use super::compat::CompatArgs;
 use super::parse;
 use super::pd::Connector;
 use crate::route::PolicyKind;
@@ -56,6 +58,39 @@ pub enum Command {
     },
     /// Print the manual page corelane(1), for man -l
     Man,
+    /// Say what would be in force with these flags, the environment and the file of --config, as a file; the exit code is 0,
+    /// or 1 where that cannot be
+    CheckConfig(LineArgs),
+    /// Write the file for --config that says what these flags say, vllm-router's or ours
+    ConfigFromArgs(LineArgs),
+}
+
+/// A command line within the command line.
+#[derive(Debug, Args)]
+pub struct LineArgs {
+    /// Flags of serving; a program's name may stand before them
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "FLAGS"
+    )]
+    pub line: Vec<OsString>,
+}
+
+impl LineArgs {
+    /// As it would be typed, our name first.
+    pub fn as_typed(&self) -> Vec<OsString> {
+        let is_flag = |word: &OsString| word.as_encoded_bytes().starts_with(b"-");
+        let from = self
+            .line
+            .iter()
+            .position(is_flag)
+            .unwrap_or(self.line.len());
+        let ours = OsString::from("corelane");
+        std::iter::once(ours)
+            .chain(self.line[from..].iter().cloned())
+            .collect()
+    }
 }
 
 /// Flags of serving, by subject.
@@ -91,6 +126,8 @@ pub struct ServeArgs {
     pub observability: ObservabilityArgs,
     #[command(flatten)]
     pub machine: MachineArgs,
+    #[command(flatten)]
+    pub compat: CompatArgs,
 }
 
 /// Where to listen, and whom to send to.
@@ -125,6 +162,10 @@ pub struct ListenerArgs {
     #[arg(long, num_args = 0.., value_name = "URL")]
     #[arg(env = "CORELANE_WORKER_URLS", hide_env = true)]
     pub worker_urls: Vec<String>,
+    /// Web pages of these origins (https://example.com) may ask and read the answers; * is any (default: none)
+    #[arg(long, num_args = 0.., value_name = "ORIGIN")]
+    #[arg(env = "CORELANE_CORS_ALLOWED_ORIGINS", hide_env = true)]
+    pub cors_allowed_origins: Vec<String>,
     /// Data-parallel ranks of each worker: N > 1 makes N workers of each URL, and the rank goes out as
     /// X-data-parallel-rank
     #[arg(long, default_value_t = 1, value_name = "COUNT")]
@@ -303,7 +344,12 @@ pub struct PolicyArgs {
     #[arg(env = "CORELANE_STICKY_SESSION_TTL_SECS", hide_env = true)]
     pub sticky_session_ttl_secs: Option<u32>,
     /// Accepted for compatibility and without effect: old prefixes are evicted continuously here
-    #[arg(long, default_value_t = 120, value_name = "SECONDS")]
+    #[arg(
+        long,
+        alias = "eviction-interval",
+        default_value_t = 120,
+        value_name = "SECONDS"
+    )]
     #[arg(value_parser = value_parser!(u64).range(1..), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_EVICTION_INTERVAL_SECS", hide_env = true)]
     pub eviction_interval_secs: u64,
@@ -369,6 +415,11 @@ pub struct KvArgs {
     #[arg(value_parser = parse::temperature, allow_negative_numbers = true)]
     #[arg(env = "CORELANE_ROUTER_TEMPERATURE", hide_env = true)]
     pub router_temperature: f64,
+    /// Accepted for compatibility and without effect: kv_aware sends a session to where its blocks are
+    #[arg(long, value_name = "SECONDS")]
+    #[arg(value_parser = value_parser!(u32).range(1..=31_536_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_KV_AWARE_SESSION_AFFINITY_TTL_SECS", hide_env = true)]
+    pub kv_aware_session_affinity_ttl_secs: Option<u32>,
     /// kv_aware: what a block in the engine's host memory is worth, 0 to 1
     #[arg(long, default_value_t = 0.8, value_name = "RATIO")]
     #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
@@ -719,6 +770,12 @@ pub struct LimitArgs {
     #[arg(value_parser = value_parser!(i64).range(-1..=u32::MAX as i64 - 1), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_MAX_CONCURRENT_REQUESTS", hide_env = true)]
     pub max_concurrent_requests: i64,
+    /// Requests that may begin in a second, all cores together, after as many at once as --max-concurrent-requests says;
+    /// further ones wait as those do (default: any number)
+    #[arg(long, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(1..=10_000_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_RATE_LIMIT_TOKENS_PER_SECOND", hide_env = true)]
+    pub rate_limit_tokens_per_second: Option<u32>,
     /// Requests that may wait for their turn or for a worker, all cores together; further ones get 429 (0: none waits)
     #[arg(long, default_value_t = 100, value_name = "COUNT")]
     #[arg(value_parser = value_parser!(u32).range(..=16_777_216), allow_negative_numbers = true)]
@@ -793,6 +850,15 @@ pub struct ObservabilityArgs {
     #[arg(value_parser = PossibleValuesParser::new(["debug", "info", "warn", "warning", "error", "critical"]))]
     #[arg(env = "CORELANE_LOG_LEVEL", hide_env = true)]
     pub log_level: String,
+    /// Directory into which the log is written too: a file corelane.YYYY-MM-DD.log for each day (UTC)
+    #[arg(long, value_name = "DIRECTORY")]
+    #[arg(env = "CORELANE_LOG_DIR", hide_env = true)]
+    pub log_dir: Option<std::path::PathBuf>,
+    /// How many of these files are kept; older ones are deleted (0: all)
+    #[arg(long, default_value_t = 0, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(..=100_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_LOG_FILES_MAX", hide_env = true)]
+    pub log_files_max: u32,
     /// Write a line for each request at its end: a JSON object, or key=value pairs. Without queries, fields and bodies
     #[arg(long, value_name = "FORMAT")]
     #[arg(value_parser = ["json", "text"])]

@@ -4,7 +4,7 @@
 //! environment sets. So ranges, choices and messages are the flags' own, and a flag is known here once it is known there.
 //! No value of a secret flag, and no line of the file, shows in a message.
 
-mod toml_args;
+pub(super) mod toml_args;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -15,8 +15,10 @@ use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches};
 
+use super::flags::Notice;
+use super::show::{self, Setting};
 use super::{Cli, Config};
-use toml_args::Said;
+pub(super) use toml_args::Said;
 
 /// A command line and the file it names, or that of `CORELANE_CONFIG`: what a configuration is read from, as often as
 /// wanted. The environment is that of the process.
@@ -32,6 +34,10 @@ pub struct Loaded {
     pub config: Config,
     /// What they are.
     pub keys: Keys,
+    /// The same flag by flag, with who set it.
+    pub settings: Vec<Setting>,
+    /// What whoever starts the router should know of them.
+    pub notices: Vec<Notice>,
 }
 
 /// The value of each flag as it was written, secrets among them: to be compared, never shown.
@@ -106,10 +112,16 @@ impl Source {
             .try_get_matches_from_mut(&line)
             .map_err(|error| self.blame_clap(&error, &said))?;
         let keys = keys(&command, &matches);
+        let settings = show::settings(&command, &matches, &said);
         let cli = Cli::from_arg_matches(&matches).map_err(of_line)?;
         let config = Config::from_cli(cli)
             .map_err(|error| self.blame(error.flag, bare(&error.to_string()), &said))?;
-        Ok(Loaded { config, keys })
+        Ok(Loaded {
+            notices: show::notices(&settings, &config),
+            settings,
+            config,
+            keys,
+        })
     }
 
     fn read_file(&self, command: &Command) -> Result<Vec<Said>, LoadError> {
@@ -167,7 +179,7 @@ fn is_unset(typed: &ArgMatches, id: &str) -> bool {
 }
 
 /// The flags that a file may set, by long name.
-fn settable(command: &Command) -> impl Iterator<Item = (&str, &Arg)> {
+pub(super) fn settable(command: &Command) -> impl Iterator<Item = (&str, &Arg)> {
     let flags = command
         .get_arguments()
         .filter_map(|arg| Some((arg.get_long()?, arg)));

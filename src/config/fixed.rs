@@ -4,7 +4,7 @@ use super::Config;
 
 impl Config {
     /// Each flag whose meaning is fixed, and that meaning.
-    fn fixed(&self) -> [(&'static str, String); 24] {
+    fn fixed(&self) -> [(&'static str, String); 26] {
         let pd = self.pd.as_ref();
         [
             ("host", self.listen.ip().to_string()),
@@ -24,6 +24,8 @@ impl Config {
             ),
             ("reuse-port", self.reuse_port.to_string()),
             ("cores", self.core_count.to_string()),
+            ("log-dir", format!("{:?}", self.log_dir)),
+            ("log-files-max", self.log_files_max.to_string()),
             ("access-log", format!("{:?}", self.access_log)),
             ("access-log-file", format!("{:?}", self.access_log_file)),
             (

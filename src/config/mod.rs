@@ -7,14 +7,17 @@
 #![forbid(unsafe_code)]
 
 mod cli;
+mod compat;
 mod file;
 mod files;
 mod fixed;
+pub mod flags;
 mod keys;
 mod kv;
 mod machine;
 mod parse;
 mod pd;
+mod show;
 mod standing;
 mod tls;
 mod worker_url;
@@ -25,17 +28,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
+use shards::Refill;
 
 pub use cli::{
-    Cli, Command, HealthArgs, KeyArgs, KvArgs, LimitArgs, ListenerArgs, MachineArgs,
+    Cli, Command, HealthArgs, KeyArgs, KvArgs, LimitArgs, LineArgs, ListenerArgs, MachineArgs,
     ObservabilityArgs, PdArgs, PolicyArgs, ReliabilityArgs, ServeArgs, StandingArgs, TlsArgs,
 };
+pub use compat::CompatArgs;
 pub use file::{Keys, LoadError, Loaded, Source};
 pub use files::Stamp;
+pub use flags::Notice;
 pub use keys::KeySource;
 pub use kv::{KvConfig, KvSource};
 pub use machine::{Limit, connections_of, cpu_count, descriptor_limits, limit};
 pub use pd::{BOOTSTRAP_PORT, Connector, PdConfig, WorkerSpec};
+pub use show::{Origin, Setting, file_of_line, in_force};
 pub use standing::StandingConfig;
 pub use tls::{Tls, TlsSource};
 pub use worker_url::{WorkerUrl, WorkerUrlError};
@@ -43,6 +50,7 @@ pub use worker_url::{WorkerUrl, WorkerUrlError};
 use crate::access::Access;
 use crate::access_log::Format;
 use crate::held::ByteLimits;
+use crate::http::Cors;
 use crate::route::{PolicyKind, Role, Settings, TOKEN_BYTES};
 
 /// Most workers that can be registered at a time; half of the books' slots, so that as many old incarnations may drain.
@@ -163,6 +171,8 @@ pub struct Config {
     pub admin_listen: Option<SocketAddr>,
     /// The admin paths have a listener of their own, as of that or inherited (found at start).
     pub is_admin_apart: bool,
+    /// Which web pages may ask; `None`: none.
+    pub cors: Option<Arc<Cors>>,
     /// Bearer key towards workers.
     pub api_key: Option<Secret>,
     /// It takes the place of what a client brings.
@@ -227,6 +237,8 @@ pub struct Config {
     pub body_memory: ByteLimits,
     /// Requests that use workers at a time, all cores together; `u32::MAX`: any number.
     pub request_count_max: u32,
+    /// Requests that may begin in a second, all cores together, after a burst of as many as may run; `None`: any number.
+    pub request_rate_max: Option<u32>,
     /// Requests that may wait, all cores together.
     pub queue_count_max: u32,
     /// Bytes of those; `u64::MAX`: any number.
@@ -252,6 +264,10 @@ pub struct Config {
 
     /// Least level that is logged.
     pub log_level: LogLevel,
+    /// Where the log is written too, and how many days of it are kept (0: all).
+    pub log_dir: Option<std::path::PathBuf>,
+    /// See above.
+    pub log_files_max: usize,
     /// Whether there is a line for each request, and how it looks.
     pub access_log: Option<Format>,
     /// Where; none: standard output.
@@ -284,9 +300,13 @@ pub struct ConfigError {
 
 impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = match compat::is_refused(self.flag) {
+            true => "vllm-router's",
+            false => "invalid value for",
+        };
         write!(
             f,
-            "error: invalid value for '--{}': {}\n\nFor more information, try '--help'.",
+            "error: {what} '--{}': {}\n\nFor more information, try '--help'.",
             self.flag, self.reason
         )
     }
@@ -315,6 +335,7 @@ impl Config {
             limits,
             observability,
             machine,
+            compat,
         } = cli.serve;
         let settings = Settings {
             policy: policy.policy,
@@ -349,6 +370,7 @@ impl Config {
         check_api_key(&keys)?;
         let mut key_source = KeySource::from_args(&keys);
         let access = key_source.read()?;
+        compat.check(access.clients.is_some())?;
         let mut tls_source = TlsSource::from_args(&tls)?;
         let tls = tls_source.read(None)?;
         let admin_listen = match keys.admin_port {
@@ -372,6 +394,7 @@ impl Config {
             worker_startup_check_interval: secs(listener.worker_startup_check_interval),
             is_admin_apart: admin_listen.is_some(),
             admin_listen,
+            cors: cors(&listener.cors_allowed_origins)?,
             api_key: keys.api_key,
             is_api_key_first: keys.api_key_wins == "router",
             access,
@@ -421,6 +444,7 @@ impl Config {
                 whole_bytes: bytes_or_any(limits.body_memory_bytes),
             },
             request_count_max: count_or_any(limits.max_concurrent_requests),
+            request_rate_max: limits.rate_limit_tokens_per_second,
             queue_count_max: limits.queue_size,
             queue_bytes_max: bytes_or_any(limits.queue_bytes),
             queue_timeout: secs(limits.queue_timeout_secs),
@@ -436,6 +460,8 @@ impl Config {
             relay_buffer_bytes: limits.relay_buffer_bytes as usize,
             admin_body_bytes_max: limits.admin_body_max_bytes as usize,
             log_level: LogLevel::parse(&observability.log_level),
+            log_dir: observability.log_dir,
+            log_files_max: observability.log_files_max as usize,
             access_log: observability.access_log.map(|name| match &*name {
                 "text" => Format::Text,
                 _ => Format::Json,
@@ -468,6 +494,18 @@ impl Config {
         self.drain_grace.unwrap_or(default)
     }
 
+    /// How the bucket of requests that may begin fills, if there is one.
+    pub fn refill(&self) -> Option<Refill> {
+        let rate = u64::from(self.request_rate_max?.max(1));
+        // Where any number may run, as many at once as begin in a second.
+        let size = match self.request_count_max {
+            u32::MAX => rate,
+            count => u64::from(count),
+        };
+        let interval_ns = (1_000_000_000 / rate).max(1);
+        Some(Refill { interval_ns, size })
+    }
+
     /// Policy and thresholds of the workers of a role.
     pub fn settings_of(&self, role: Role) -> &Settings {
         match &self.pd {
@@ -492,6 +530,7 @@ impl Config {
             shown.extend(self.admission_json());
             shown.extend(self.keys_json());
             shown.extend(self.hashing_json());
+            shown.extend(self.further_json());
             shown.insert("kv".to_owned(), self.kv_json());
             if let Some(pd) = &self.pd {
                 shown.insert("pd".to_owned(), pd.public_json());
@@ -510,6 +549,7 @@ impl Config {
                 "max_concurrent_requests",
                 count(self.request_count_max).into(),
             ),
+            ("rate_limit_tokens_per_second", self.request_rate_max.into()),
             ("queue_size", self.queue_count_max.into()),
             ("queue_bytes", bytes(self.queue_bytes_max).into()),
             (
@@ -544,7 +584,12 @@ impl Config {
             "client"
         };
         let admin = self.admin_listen.map(|address| address.to_string());
+        let cors = self
+            .cors
+            .as_ref()
+            .map_or_else(Vec::new, |cors| cors.shown());
         [
+            ("cors_allowed_origins", cors.into()),
             ("api_key_set", self.api_key.is_some().into()),
             ("api_key_wins", wins.into()),
             ("client_api_keys", client_count.into()),
@@ -594,6 +639,24 @@ impl Config {
                 settings.prefix_hash_load_factor.into(),
             ),
             ("sticky_session_ttl_secs", self.session_ttl_secs.into()),
+        ]
+        .into_iter()
+        .map(|(name, value): (&str, serde_json::Value)| (name.to_owned(), value))
+    }
+
+    fn further_json(&self) -> impl Iterator<Item = (String, serde_json::Value)> {
+        let access_log = self.access_log.map(Format::name);
+        let log_dir = self.log_dir.as_ref().map(|path| path.display().to_string());
+        [
+            ("worker_startup_timeout_secs", self.worker_startup_timeout.as_secs().into()),
+            (
+                "worker_startup_check_interval",
+                self.worker_startup_check_interval.as_secs().into(),
+            ),
+            ("log_dir", log_dir.into()),
+            ("log_files_max", self.log_files_max.into()),
+            ("access_log", access_log.into()),
+            ("request_id_headers", self.request_id_headers.clone().into()),
         ]
         .into_iter()
         .map(|(name, value): (&str, serde_json::Value)| (name.to_owned(), value))
@@ -769,6 +832,17 @@ fn header_names(texts: &[String]) -> Result<Vec<String>, ConfigError> {
             })
         })
         .collect()
+}
+
+/// The environment gives one text for all.
+fn cors(texts: &[String]) -> Result<Option<Arc<Cors>>, ConfigError> {
+    let words = texts.iter().flat_map(|text| text.split([',', ' ']));
+    let cors = Cors::parse(words.filter(|word| !word.is_empty()));
+    let cors = cors.map_err(|reason| ConfigError {
+        flag: "cors-allowed-origins",
+        reason,
+    })?;
+    Ok(cors.map(Arc::new))
 }
 
 fn bytes_or_any(bytes: u64) -> u64 {

@@ -8,7 +8,7 @@ use axum::Router;
 use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, Path, Query, State};
 use axum::response::Response;
-use axum::routing::{get, post};
+use axum::routing::{MethodRouter, get, post};
 use bytes::Bytes;
 use http::{Method, Request, StatusCode, Uri, header};
 use http_body_util::BodyExt;
@@ -19,7 +19,7 @@ use tower::ServiceExt;
 
 use super::probe::Target;
 use super::registry::{AddError, Entry, Key, Rank, Registry};
-use super::{Plane, models, probe, reload as reloading, reply};
+use super::{Plane, models, openapi, probe, reload as reloading, reply};
 use crate::config::{WorkerSpec, WorkerUrl};
 use crate::route::{KeySeed, Role, session_hash_of};
 use crate::shared::{AdminReply, AdminRequest, ToCore};
@@ -119,29 +119,49 @@ async fn whole(response: Response) -> AdminReply {
     }
 }
 
-/// All routes. The paths are those of `exchange::paths::is_admin_path`; a test compares.
+/// All routes. The paths are those of `exchange::paths::is_admin_path`, and described in [`openapi`]; tests compare.
+#[rustfmt::skip]
+pub(super) fn routes() -> Vec<(&'static str, MethodRouter<Arc<Plane>>)> {
+    vec![
+        ("/health", get(health)),
+        ("/health_generate", get(health)),
+        ("/liveness", get(liveness)),
+        ("/readiness", get(readiness)),
+        ("/v1/models", get(list_models)),
+        ("/get_model_info", get(model_info)),
+        ("/get_server_info", get(server_info)),
+        ("/add_worker", post(add_worker)),
+        ("/remove_worker", post(remove_worker)),
+        ("/list_workers", get(list_workers)),
+        ("/workers", get(workers).post(create_worker)),
+        ("/workers/{url}", get(worker).delete(delete_worker)),
+        ("/get_loads", get(loads)),
+        ("/flush_cache", post(flush_cache)),
+        ("/finish_session", post(finish_session)),
+        ("/reload", post(reload)),
+        ("/scheduling/diagnostics", get(no_scheduling)),
+        ("/openapi.json", get(describe_all)),
+    ]
+}
+
 pub(super) fn router(plane: Arc<Plane>) -> Router {
-    Router::new()
-        .route("/health", get(health))
-        .route("/health_generate", get(health))
-        .route("/liveness", get(liveness))
-        .route("/readiness", get(readiness))
-        .route("/v1/models", get(list_models))
-        .route("/get_model_info", get(model_info))
-        .route("/get_server_info", get(server_info))
-        .route("/add_worker", post(add_worker))
-        .route("/remove_worker", post(remove_worker))
-        .route("/list_workers", get(list_workers))
-        .route("/workers", get(workers).post(create_worker))
-        .route("/workers/{url}", get(worker).delete(delete_worker))
-        .route("/get_loads", get(loads))
-        .route("/flush_cache", post(flush_cache))
-        .route("/finish_session", post(finish_session))
-        .route("/reload", post(reload))
+    let routes = routes().into_iter();
+    routes
+        .fold(Router::new(), |router, (path, methods)| router.route(path, methods))
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::disable())
         .with_state(plane)
+}
+
+async fn describe_all() -> Response {
+    reply::raw_json(StatusCode::OK, openapi::DOCUMENT.clone())
+}
+
+/// What vllm-router answers where its program scheduler is off; here there is none.
+async fn no_scheduling() -> Response {
+    let body = json!({"enabled": false, "error": "This Router does not own Program scheduling"});
+    reply::json(StatusCode::NOT_FOUND, &body)
 }
 
 async fn unknown_path() -> Response {

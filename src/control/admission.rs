@@ -1,9 +1,10 @@
 //! When a refused client may come again: told from how fast requests end.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use crate::shared::Shared;
+use crate::shared::{Shared, ToCore};
 
 /// Time over which the rate is averaged.
 const SPAN: Duration = Duration::from_secs(5);
@@ -43,6 +44,27 @@ impl DrainRate {
         shared
             .retry_after_secs
             .store(self.retry_after_secs(waiting), Ordering::Relaxed);
+    }
+}
+
+/// Between two looks at who may begin, where their rate is limited; and between two looks at whether it is.
+const TURN_PAUSE: Duration = Duration::from_millis(2);
+const TURN_PAUSE_UNLIMITED: Duration = Duration::from_secs(1);
+
+/// Lets requests in as the bucket of `--rate-limit-tokens-per-second` fills: cores look only when something happens to them.
+pub(super) async fn follow_rate(shared: Arc<Shared>) {
+    loop {
+        let config = shared.config();
+        while config.request_rate_max.is_some()
+            && let Some(core) = shared.pass_on(&config)
+        {
+            shared.cores[core].post(ToCore::YourTurn);
+        }
+        tokio::time::sleep(match config.request_rate_max {
+            Some(_) => TURN_PAUSE,
+            None => TURN_PAUSE_UNLIMITED,
+        })
+        .await;
     }
 }
 

@@ -18,6 +18,7 @@ pub mod kv;
 mod metrics;
 mod models;
 mod mooncake;
+mod openapi;
 pub mod probe;
 mod ranks;
 mod registry;
@@ -351,6 +352,7 @@ async fn run(
         tokio::spawn(serve("admin", listener, router, leave));
     }
     tokio::spawn(reload::watch_files(plane.clone()));
+    tokio::spawn(admission::follow_rate(plane.shared.clone()));
     let mut changes = plane.changes.subscribe();
     let mut drain_rate = admission::DrainRate::default();
     let mut judged = tokio::time::Instant::now();

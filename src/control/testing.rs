@@ -70,6 +70,7 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
         config: Arc::new(config).into(),
         books: Box::leak(Box::new(Books::new(slot_count))),
         gate: Box::leak(Box::new(Gate::new(core_count.max(1)))),
+        bucket: Default::default(),
         bodies: Default::default(),
         queued: Default::default(),
         retry_after_secs: 1.into(),

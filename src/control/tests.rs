@@ -429,6 +429,7 @@ fn paths_and_routes_agree() {
         "/get_loads",
         "/get_server_info",
         "/get_model_info",
+        "/openapi.json",
     ];
     for path in gets {
         assert!(is_admin_path(path), "{path}");

@@ -60,7 +60,14 @@ impl Core {
     /// A client's request comes to the gate.
     pub fn enter_gate(&mut self, client: Token) -> Entrance {
         let gate = self.shared.gate;
-        match gate.enter(self.request_limit(), self.config.queue_count_max) {
+        let has_begun = self.shared.may_begin(&self.config);
+        // Without a token it waits as where too many run.
+        let limit = if has_begun { self.request_limit() } else { 0 };
+        let entry = gate.enter(limit, self.config.queue_count_max);
+        if has_begun && !matches!(entry, Entry::Admitted(_)) {
+            self.shared.has_not_begun(&self.config);
+        }
+        match entry {
             Entry::Admitted(permit) => Entrance::Admitted(permit),
             Entry::Full => Entrance::Full,
             Entry::Queued(ticket) => {
@@ -126,7 +133,7 @@ impl Core {
 
     /// Lets in whom there is room for.
     pub fn pass_on(&mut self) {
-        while let Some(core) = self.shared.gate.pass_on(self.request_limit()) {
+        while let Some(core) = self.shared.pass_on(&self.config) {
             if core == self.index {
                 self.take_claim();
             } else {
@@ -147,7 +154,10 @@ impl Core {
         gate.show(self.index, line.head());
         match owner {
             Some((_, client)) => line.ready.push_back((client, permit)),
-            None => drop(permit), // `pass_on` follows in any case.
+            None => {
+                drop(permit); // `pass_on` follows in any case.
+                self.shared.has_not_begun(&self.config);
+            }
         }
     }
 

@@ -118,6 +118,8 @@ struct Exchange {
     body_bytes: u64,
     fields: Option<Fields>,
     request_id: Vec<u8>,
+    /// Further fields of its answer, whoever gives it; empty where web pages may not ask.
+    cors: Vec<u8>,
     /// The model asked for, where requests are logged.
     logged_model: Option<Box<str>>,
     /// The request runs (Q1).
@@ -394,6 +396,7 @@ impl Session {
         world.send(reply::write(
             answer.status,
             &headers,
+            &exchange.cors,
             &answer.body,
             keep,
             is_head,
@@ -745,6 +748,10 @@ impl Session {
             }
         }
         let config = world.config();
+        let cors = config.cors.as_ref();
+        let cors = cors.map_or_else(Vec::new, |cors| {
+            cors.of_answer(&message[fields_at..own_fields_at])
+        });
         let presented = entry::presented(config, &request, head);
         let permitted = entry::permit(config, endpoint, &request.target, presented.caller());
         if endpoint != Endpoint::Admin {
@@ -777,6 +784,7 @@ impl Session {
             body_bytes: 0,
             fields: None,
             request_id,
+            cors,
             logged_model: None,
             permit: None,
             body_held: Held::default(),
@@ -822,6 +830,9 @@ impl Session {
 
     /// What can be said of a request by its head alone.
     fn admit<W: World>(&mut self, world: &mut W, permitted: Result<(), Denied>) {
+        if self.answers_preflight(world) {
+            return;
+        }
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
@@ -853,6 +864,28 @@ impl Session {
         if exchange.state == State::Streaming {
             self.seat(world);
         }
+    }
+
+    /// A browser asks whether a web page may ask (it brings no key): whether this was that, and has been answered.
+    fn answers_preflight<W: World>(&mut self, world: &mut W) -> bool {
+        let (Some(cors), Some(exchange)) = (&world.config().cors, &self.exchange) else {
+            return false;
+        };
+        if exchange.request.method.as_str() != "OPTIONS" {
+            return false;
+        }
+        let fields = &exchange.message[exchange.fields_at..exchange.own_fields_at];
+        let Some(told) = cors.of_preflight(fields) else {
+            return false;
+        };
+        let keep = keeps_after_our_answer(exchange, world);
+        if let Some(mut exchange) = self.exchange.take() {
+            exchange.status = 200;
+            finish(exchange, world, Outcome::Ok);
+        }
+        world.send(reply::write(200, &[], &told, b"", keep, false));
+        self.next(world, keep);
+        true
     }
 
     /// Feeds bytes to a body that is read whole (or, streamed, waits for its connection); how many were used.
@@ -1415,8 +1448,10 @@ impl Session {
     ) {
         let mut keep = false;
         let mut is_head = false;
+        let mut cors = Vec::new();
         if let Some(mut exchange) = self.exchange.take() {
             exchange.status = refusal.status;
+            cors = std::mem::take(&mut exchange.cors);
             end_leg(&exchange, world, false);
             keep = may_keep && keeps_after_our_answer(&exchange, world);
             is_head = exchange.request.method == Method::Head;
@@ -1424,7 +1459,7 @@ impl Session {
         } else if world.is_logged() {
             log_unread(world, refusal.status);
         }
-        world.send(refusal.write(keep, is_head));
+        world.send(refusal.write(&cors, keep, is_head));
         self.next(world, keep);
     }
 
@@ -1640,6 +1675,7 @@ fn read_head<W: World>(
         request_id: &exchange.request_id,
         hides_workers_id: exchange.pd.is_some(),
         length: None,
+        cors: &exchange.cors,
     };
     match response::parse(bytes, client, out) {
         Err(response::Broken(_)) => Head::Broken,

@@ -4,7 +4,7 @@
 //! say.
 
 /// Longest of the fixed paths below.
-const FIXED_LEN_MAX: usize = "/get_server_info".len();
+const FIXED_LEN_MAX: usize = "/scheduling/diagnostics".len();
 /// In front of a percent-encoded worker URL.
 const WORKER_PREFIX: &str = "/workers/";
 
@@ -29,6 +29,8 @@ pub fn is_admin_path(path: &str) -> bool {
                 || (path.starts_with(WORKER_PREFIX) && path.len() > WORKER_PREFIX.len())
         }
         Some(b'g') => matches!(path, "/get_loads" | "/get_server_info" | "/get_model_info"),
+        Some(b'o') => path == "/openapi.json",
+        Some(b's') => path == "/scheduling/diagnostics",
         Some(b'f') => matches!(path, "/flush_cache" | "/finish_session"),
         _ => false,
     }
@@ -58,6 +60,9 @@ mod tests {
             "/finish_session?session_id=a",
             "/get_server_info",
             "/get_model_info",
+            "/openapi.json",
+            "/scheduling/diagnostics",
+            "/workers/http%3A%2F%2Fa%3A1",
             "/add_worker?url=http://a",
             "/health?",
         ];
@@ -76,6 +81,10 @@ mod tests {
             "/metrics",
             "/workers/",
             "/workersx",
+            "/openapi.jsonx",
+            "/openapi",
+            "/scheduling",
+            "/scheduling/diagnostics/x",
             "/load",
             "/reload_weights",
             "/tokenize",

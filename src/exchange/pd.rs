@@ -400,6 +400,7 @@ impl Session {
             request_id: &exchange.request_id,
             hides_workers_id: true,
             length: Some(body.len() as u64),
+            cors: &exchange.cors,
         };
         // It parsed when it came.
         let parsed = response::parse(&pd.head, client, &mut out);

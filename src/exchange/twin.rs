@@ -435,6 +435,7 @@ impl Session {
                 request_id: b"",
                 hides_workers_id: true,
                 length: None,
+                cors: b"",
             };
             let mut out = world.buffer();
             let parsed = response::parse(&errand.raw, client, &mut out);

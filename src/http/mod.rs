@@ -69,11 +69,13 @@
 //! | neither length nor chunks | until the worker closes; HTTP/1.1 gets chunks | RFC 9112 6.3 |
 
 pub mod body;
+pub mod cors;
 pub mod reply;
 pub mod request;
 pub mod response;
 
 pub use body::{Body, Progress};
+pub use cors::Cors;
 pub use reply::Refusal;
 pub use request::{Limits, Request};
 pub use response::Response;

@@ -54,8 +54,8 @@ impl Refusal {
         error.to_string().into_bytes()
     }
 
-    /// The whole answer, framed.
-    pub fn write(&self, keep_alive: bool, without_body: bool) -> Vec<u8> {
+    /// The whole answer, framed; `cors`: see [`write`].
+    pub fn write(&self, cors: &[u8], keep_alive: bool, without_body: bool) -> Vec<u8> {
         let body = self.body();
         let mut headers = vec![("content-type".to_string(), b"application/json".to_vec())];
         if let Some(allow) = self.allow {
@@ -68,14 +68,16 @@ impl Refusal {
             let secs = self.retry_after_secs.to_string();
             headers.push(("retry-after".to_string(), secs.into_bytes()));
         }
-        write(self.status, &headers, &body, keep_alive, without_body)
+        write(self.status, &headers, cors, &body, keep_alive, without_body)
     }
 }
 
-/// Writes an answer with a length. `without_body`: the answer to HEAD, which has the length but not the bytes.
+/// Writes an answer with a length. `cors`: further fields, each `name: value CRLF` ([`super::Cors`]). `without_body`: the answer
+/// to HEAD, which has the length but not the bytes.
 pub fn write(
     status: u16,
     headers: &[(String, Vec<u8>)],
+    cors: &[u8],
     body: &[u8],
     keep_alive: bool,
     without_body: bool,
@@ -92,6 +94,7 @@ pub fn write(
         out.extend_from_slice(value);
         out.extend_from_slice(b"\r\n");
     }
+    out.extend_from_slice(cors);
     if status != 204 && status != 304 {
         out.extend_from_slice(b"content-length: ");
         push_number(&mut out, body.len() as u64);
@@ -136,7 +139,8 @@ mod tests {
 
     #[test]
     fn a_refusal_has_openais_shape_and_one_length() {
-        let text = Refusal::new(404, "model_not_found", "no \"such\" model").write(true, false);
+        let text =
+            Refusal::new(404, "model_not_found", "no \"such\" model").write(b"", true, false);
         let text = String::from_utf8(text).unwrap();
         let (head, body) = text.split_once("\r\n\r\n").unwrap();
         assert!(head.starts_with("HTTP/1.1 404 Not Found\r\n"));

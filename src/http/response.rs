@@ -45,6 +45,8 @@ pub struct Client<'a> {
     pub hides_workers_id: bool,
     /// The content was changed: its new length.
     pub length: Option<u64>,
+    /// Fields that take the place of the worker's own ([`super::Cors`]); empty: the worker's go through.
+    pub cors: &'a [u8],
 }
 
 /// How the body goes on to the client.
@@ -266,11 +268,15 @@ fn write(
             }
             has_request_id = true;
         }
+        if !client.cors.is_empty() && super::cors::is_ours(name) {
+            continue;
+        }
         out.extend_from_slice(name.as_bytes());
         out.extend_from_slice(b": ");
         out.extend_from_slice(field.value);
         out.extend_from_slice(b"\r\n");
     }
+    out.extend_from_slice(client.cors);
     if relay == Relay::Chunks || (relay == Relay::AsIs && response.framing == Framing::Chunked) {
         out.extend_from_slice(b"transfer-encoding: chunked\r\n");
     }
@@ -316,6 +322,7 @@ mod tests {
             request_id: b"",
             hides_workers_id: false,
             length: None,
+            cors: b"",
         };
         let mut out = Vec::new();
         assert!(matches!(
