@@ -17,15 +17,32 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("listen", &["config", "ring"]),
         ("demo", &[]),
         ("route", &["shared"]),
+        ("tokenize", &["route", "shared"]),
         ("upstream", &["ring"]),
         (
             "config",
-            &["access", "access_log", "held", "route", "tls", "demo"],
+            &[
+                "access",
+                "access_log",
+                "held",
+                "route",
+                "tls",
+                "demo",
+                "tokenize",
+            ],
         ),
         ("doctor", &["config", "ring"]),
         (
             "shared",
-            &["access_log", "config", "held", "ring", "route", "tls"],
+            &[
+                "access_log",
+                "config",
+                "held",
+                "ring",
+                "route",
+                "tls",
+                "tokenize",
+            ],
         ),
         (
             "exchange",
@@ -37,6 +54,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
                 "http",
                 "route",
                 "shared",
+                "tokenize",
             ],
         ),
         (
@@ -54,6 +72,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
                 "route",
                 "shared",
                 "tls",
+                "tokenize",
                 "upstream",
             ],
         ),
@@ -70,6 +89,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
                 "ring",
                 "route",
                 "shared",
+                "tokenize",
             ],
         ),
     ])

@@ -4,7 +4,7 @@ use super::Config;
 
 impl Config {
     /// Each flag whose meaning is fixed, and that meaning.
-    fn fixed(&self) -> [(&'static str, String); 24] {
+    fn fixed(&self) -> [(&'static str, String); 25] {
         let pd = self.pd.as_ref();
         [
             ("host", self.listen.ip().to_string()),
@@ -57,6 +57,8 @@ impl Config {
                     self.kv.sources, self.kv.block_tokens, self.kv.model
                 ),
             ),
+            // With its template, threads and memory.
+            ("tokenizer", format!("{:?}", self.kv.tokenizer)),
             ("kv-index-bytes", self.kv.index_bytes_max.to_string()),
             // The index is made at start, or never.
             ("policy", kv_use(self.uses_kv_events())),
