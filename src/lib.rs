@@ -16,6 +16,8 @@
 //! 5. **scan** One pass over the JSON finds the fields that matter and refuses what is no JSON ([`route::scan`]).
 //! 6. **gate** While fewer than `--max-concurrent-requests` run, all cores together, the request is let in; else it waits
 //!    in line, in the order of arrival across cores (`shards::Gate`, `exchange::wait`), and is refused if the line is full.
+//!    Under `kv_aware` with `--tokenizer` a prompt of text waits here for its tokens, some 2 ms at most, which are made off the
+//!    cores ([`tokenize`], `exchange::tokens`).
 //! 7. **key** The prompt's raw bytes become a chain of block hashes ([`route::chain`]); under a policy that hashes, the
 //!    session's name ([`route::session_hash`]) or the prompt's begin one hash.
 //! 8. **find, score, pick** [`route::decide`] asks the shards (`shards::Tree`, read without a lock from any core) who holds
@@ -41,6 +43,7 @@
 //! control -> config, shared        route -> shards                      http -> httparse
 //! access: who may ask for what; named by config, exchange and control
 //! tls: what lies between a socket and HTTP; named by config, shared, core and control
+//! tokenize: tokens of text, made off the cores; named by config, shared, core, exchange and start
 //! held: bytes of clients in memory, counted; named by exchange, core and shared
 //! ```
 //!
@@ -84,6 +87,8 @@ pub mod shared;
 mod start;
 #[forbid(unsafe_code)]
 pub mod tls;
+#[forbid(unsafe_code)]
+pub mod tokenize;
 #[forbid(unsafe_code)]
 pub mod upstream;
 

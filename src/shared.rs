@@ -21,6 +21,7 @@ use crate::config::Config;
 use crate::held::ByteCount;
 use crate::route::{Candidates, Index, PolicyKind, Reason, Role, Whole, name_of};
 use crate::tls::ToWorker;
+use crate::tokenize::{Desk, Done};
 
 /// Sessions that can be bound to workers at a time (8 MiB); beyond it those that were not used for longest are let go.
 pub const SESSION_COUNT_MAX: usize = 1 << 20;
@@ -254,6 +255,8 @@ pub enum ToCore {
     Purge(Slot),
     /// A worker shows no sign of life while its peers work: what waits for it may go elsewhere.
     Stalled(Slot),
+    /// The tokens of a prompt, or that they cannot be told.
+    Tokens(Done),
     /// The head of the core's line has been let in.
     YourTurn,
     /// Those who wait for a worker may find one now.
@@ -802,6 +805,8 @@ pub struct Shared {
     pub tree: Arc<Tree>,
     /// What engines say they hold, under `kv_aware`.
     pub kv: Option<KvShared>,
+    /// Where cores put prompts of text whose tokens they want.
+    pub desk: Option<Arc<Desk>>,
     /// Reclamation domain; reader `i` is core `i`.
     pub domain: Arc<Domain>,
     /// The fleet snapshot.
@@ -869,7 +874,7 @@ impl Shared {
         let mut roles = config.needed_roles().iter();
         let is_sticky =
             |role: &Role| config.settings_of(*role).policy == PolicyKind::StickyLeastLoaded;
-        if roles.any(is_sticky) {
+        if roles.any(is_sticky) || config.kv.session_affinity_ttl_secs.is_some() {
             self.sessions
                 .get_or_init(|| Sessions::new(SESSION_COUNT_MAX));
         }
@@ -880,6 +885,14 @@ impl Shared {
         shards::Now {
             secs: self.started.elapsed().as_secs() as u32,
             ttl_secs: config.session_ttl_secs,
+        }
+    }
+
+    /// The same for sessions that end when they were idle for so long.
+    pub fn age_of(&self, ttl_secs: u32) -> shards::Now {
+        shards::Now {
+            secs: self.started.elapsed().as_secs() as u32,
+            ttl_secs,
         }
     }
 

@@ -19,6 +19,7 @@ use crate::listen::{self, ListenError, Listeners};
 use crate::ring::{self, Inherited};
 use crate::route::{Index, KeySeed};
 use crate::shared::{CoreShared, Fleet, KvShared, Shared, ToCore};
+use crate::tokenize::Desk;
 
 /// Admin requests that may wait for the control thread.
 const ADMIN_QUEUE_COUNT: usize = 1024;
@@ -39,6 +40,8 @@ pub enum StartError {
     Listen(ListenError),
     /// The access log cannot be written.
     AccessLog(std::io::Error),
+    /// A tokenizer or its chat template cannot be read.
+    Tokenizer(String),
     /// The machine lacks something.
     Machine(String),
 }
@@ -48,6 +51,7 @@ impl fmt::Display for StartError {
         match self {
             StartError::Listen(e) => e.fmt(f),
             StartError::AccessLog(e) => write!(f, "--access-log-file: {e}"),
+            StartError::Tokenizer(what) => write!(f, "--tokenizer: {what}"),
             StartError::Machine(what) => write!(f, "{what} (see `corelane doctor`)"),
         }
     }
@@ -73,6 +77,9 @@ pub struct Router {
     pub shared: Arc<Shared>,
     control: Option<Control>,
     cores: Vec<JoinHandle<std::io::Result<()>>>,
+    /// Ends after the cores.
+    #[cfg(feature = "tokenizer")]
+    _tokenizers: Option<crate::tokenize::pool::Pool>,
     /// Ends after the cores, with what they wrote last.
     _access_writer: Option<AccessWriter>,
 }
@@ -132,6 +139,9 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
     };
     let (tree, shards) = shards::tree(count, domain.clone(), limits);
     let (kv, index_shards) = index(&config, count, &domain);
+    #[cfg(feature = "tokenizer")]
+    let models = models(&config).map_err(StartError::Tokenizer)?;
+    let desk = desk(&config);
     let (publisher, fleet) = shards::published(domain.clone(), Fleet::default());
     let (admin, admin_rx) = tokio::sync::mpsc::channel(ADMIN_QUEUE_COUNT);
     let bodies = Arc::new(ByteCount::default());
@@ -153,6 +163,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         retry_after_secs: AtomicU32::new(1),
         tree,
         kv,
+        desk,
         domain: domain.clone(),
         fleet,
         sessions: Default::default(),
@@ -173,6 +184,8 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         shared: shared.clone(),
         control: Some(control),
         cores: Vec::new(),
+        #[cfg(feature = "tokenizer")]
+        _tokenizers: tokenizers(&shared, models)?,
         _access_writer: access_log.map(|(_, writer)| writer),
     };
 
@@ -339,6 +352,43 @@ fn index(
         senders: senders.into(),
     };
     (Some(kv), shards)
+}
+
+/// Where prompts of text go, if their tokens are wanted.
+fn desk(config: &Config) -> Option<Arc<Desk>> {
+    let tokenizer = config.kv.tokenizer.as_ref();
+    let tokenizer = tokenizer.filter(|_| config.uses_kv_events())?;
+    let desk = Desk::new(tokenizer.queue_count_max, tokenizer.thread_count);
+    Some(Arc::new(desk))
+}
+
+#[cfg(feature = "tokenizer")]
+fn models(config: &Config) -> Result<Option<crate::tokenize::pool::Models>, String> {
+    let tokenizer = config.kv.tokenizer.as_ref();
+    let Some(tokenizer) = tokenizer.filter(|_| config.uses_kv_events()) else {
+        return Ok(None);
+    };
+    let models = crate::tokenize::pool::Models::open(
+        &tokenizer.models,
+        tokenizer.chat_template.as_deref(),
+        tokenizer.content_format,
+        config.kv.model.clone(),
+        tokenizer.cache_bytes_max,
+    )?;
+    Ok(Some(models))
+}
+
+#[cfg(feature = "tokenizer")]
+fn tokenizers(
+    shared: &Arc<Shared>,
+    models: Option<crate::tokenize::pool::Models>,
+) -> Result<Option<crate::tokenize::pool::Pool>, StartError> {
+    let (Some(models), Some(desk)) = (models, &shared.desk) else {
+        return Ok(None);
+    };
+    let pool = crate::tokenize::pool::Pool::start(desk, models, shared);
+    pool.map(Some)
+        .map_err(|e| StartError::Machine(e.to_string()))
 }
 
 type Mail = (Vec<Sender<Lesson>>, Vec<Receiver<Lesson>>);

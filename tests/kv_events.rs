@@ -255,19 +255,23 @@ async fn cluster(publishers: &[&Publisher], has_replay: bool) -> Cluster {
             )
         })
         .collect();
-    let cluster = cluster_at(&endpoints).await;
-    for publisher in publishers {
-        publisher.until_subscribed().await;
-    }
-    for n in 0..publishers.len() {
-        cluster.until_trust(n, Trust::Exact).await;
-    }
+    let cluster = cluster_at(&endpoints, &[]).await;
+    cluster.until_known(publishers).await;
     cluster
 }
 
-async fn cluster_at(endpoints: &[(String, Option<String>)]) -> Cluster {
+/// With more flags, without replay.
+async fn cluster_with(publishers: &[&Publisher], more: &[&str]) -> Cluster {
+    let endpoints = publishers.iter().map(|p| (p.endpoint.clone(), None));
+    let cluster = cluster_at(&endpoints.collect::<Vec<_>>(), more).await;
+    cluster.until_known(publishers).await;
+    cluster
+}
+
+async fn cluster_at(endpoints: &[(String, Option<String>)], more: &[&str]) -> Cluster {
     let workers = workers(endpoints.len()).await;
     let mut flags = vec!["--policy".to_owned(), "kv_aware".to_owned()];
+    flags.extend(more.iter().map(|flag| flag.to_string()));
     for (worker, (events, replay)) in workers.iter().zip(endpoints) {
         let url = worker.url();
         flags.extend([
@@ -285,6 +289,15 @@ async fn cluster_at(endpoints: &[(String, Option<String>)]) -> Cluster {
 }
 
 impl Cluster {
+    async fn until_known(&self, publishers: &[&Publisher]) {
+        for publisher in publishers {
+            publisher.until_subscribed().await;
+        }
+        for n in 0..publishers.len() {
+            self.until_trust(n, Trust::Exact).await;
+        }
+    }
+
     /// The number of the worker that got a prompt of these ids.
     async fn ask(&self, ids: &[u32]) -> usize {
         let body = format!(r#"{{"model":"m","prompt":{ids:?}}}"#);
@@ -292,10 +305,15 @@ impl Cluster {
     }
 
     async fn ask_at(&self, path: &str, body: &str) -> usize {
+        self.ask_with(path, "", body).await
+    }
+
+    async fn ask_with(&self, path: &str, head: &str, body: &str) -> usize {
         let mut client = Client::open(self.router.address).await;
         let length = body.len();
-        let text =
-            format!("POST {path} HTTP/1.1\r\nHost: r\r\nContent-Length: {length}\r\n\r\n{body}");
+        let text = format!(
+            "POST {path} HTTP/1.1\r\nHost: r\r\n{head}Content-Length: {length}\r\n\r\n{body}"
+        );
         client.send(text.as_bytes()).await;
         let answer = client.answer(false).await.expect("an answer");
         assert_eq!(answer.status, 200);
@@ -528,6 +546,136 @@ async fn when_publishers_die_trust_ends_and_the_tree_serves() {
     assert_eq!(now, by_cost);
 }
 
+/// A session stays with its worker, wherever its blocks are; others go to the blocks.
+#[tokio::test]
+async fn a_session_keeps_to_its_worker_if_it_is_asked_for() {
+    let mut publishers = [Publisher::start().await, Publisher::start().await];
+    let [a, b] = &publishers;
+    let flags = ["--kv-aware-session-affinity-ttl-secs", "60"];
+    let cluster = cluster_with(&[a, b], &flags).await;
+    let body = format!(r#"{{"prompt":{:?}}}"#, ids(1));
+    let ask = |session: &'static str| {
+        let head = match session {
+            "" => String::new(),
+            session => format!("x-session-id: {session}\r\n"),
+        };
+        let (cluster, body) = (&cluster, &body);
+        async move { cluster.ask_with("/v1/completions", &head, body).await }
+    };
+    let home = ask("one").await;
+    let (event, _) = publishers[1 - home].stored(&ids(1));
+    publishers[1 - home].publish(vec![event]);
+    cluster.until_held(10).await;
+    for _ in 0..6 {
+        assert_eq!(ask("one").await, home);
+        assert_eq!(ask("").await, 1 - home);
+    }
+    assert_eq!(
+        ask("two").await,
+        1 - home,
+        "a new one begins where its blocks are"
+    );
+    assert_eq!(cluster.reason(Reason::Home), 6);
+}
+
+#[cfg(feature = "tokenizer")]
+mod text {
+    use super::*;
+
+    const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tokenizer");
+
+    /// Requests with the tokens that the Python libraries make of them (`tests/tokenizer/make.py`).
+    fn recorded() -> serde_json::Value {
+        serde_json::from_str(include_str!("tokenizer/cases.json")).unwrap()
+    }
+
+    fn ids_of(case: &serde_json::Value) -> Vec<u32> {
+        serde_json::from_value(case["ids"].clone()).unwrap()
+    }
+
+    async fn cluster_of(publishers: &[&Publisher], timeout_ms: &str) -> Cluster {
+        let template = format!("{FOLDER}/chatml.jinja");
+        let flags = [
+            "--tokenizer",
+            FOLDER,
+            "--chat-template",
+            &template,
+            "--tokenizer-timeout-ms",
+            timeout_ms,
+        ];
+        cluster_with(publishers, &flags).await
+    }
+
+    impl Cluster {
+        async fn until_shown(&self, lines: &[&str]) {
+            let mut page = String::new();
+            for _ in 0..500 {
+                page = scrape(self.router.metrics_address).await;
+                if lines.iter().all(|line| page.contains(line)) {
+                    return;
+                }
+            }
+            panic!("{lines:#?} not all in\n{page}");
+        }
+    }
+
+    /// The engine that computed the first turn gets the second one, though the client sent words.
+    #[tokio::test]
+    async fn the_next_turn_of_a_chat_goes_to_the_engine_that_holds_the_last_one() {
+        let mut publishers = [
+            Publisher::start().await,
+            Publisher::start().await,
+            Publisher::start().await,
+        ];
+        let [a, b, c] = &publishers;
+        let cluster = cluster_of(&[a, b, c], "10000").await;
+        let cases = recorded();
+        let (first, second) = (&cases["chat"][1], &cases["chat"][2]);
+        let (event, names) = publishers[1].stored(&ids_of(first));
+        publishers[1].publish(vec![event]);
+        cluster.until_held(names.len()).await;
+        let path = "/v1/chat/completions";
+        for turn in [second, second, first, second, first, second] {
+            assert_eq!(cluster.ask_at(path, &turn["request"].to_string()).await, 1);
+        }
+        assert_eq!(cluster.reason(Reason::LeastCostWarm), 6);
+        // A text with the model's begin token before it.
+        let plain = &cases["plain"][3];
+        let (event, names) = publishers[2].stored(&ids_of(plain));
+        publishers[2].publish(vec![event]);
+        cluster.until_held(4 + names.len()).await;
+        let body = serde_json::json!({"prompt": plain["prompt"]}).to_string();
+        for _ in 0..4 {
+            assert_eq!(cluster.ask_at("/v1/completions", &body).await, 2);
+        }
+        assert_eq!(cluster.reason(Reason::LeastCostWarm), 10);
+        cluster
+            .until_shown(&["corelane_tokenizer_prompts_total{result=\"made\"} 10"])
+            .await;
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_tokenised_in_time_or_at_all_is_placed_by_the_tree() {
+        let (a, b) = (Publisher::start().await, Publisher::start().await);
+        let cluster = cluster_of(&[&a, &b], "1").await;
+        let path = "/v1/chat/completions";
+        let image = r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"http://i"}}]}]}"#;
+        let words = "so many words that no tokenizer is done in a millisecond ".repeat(30_000);
+        let long = serde_json::json!({"messages": [{"role": "user", "content": words}]});
+        cluster.ask_at(path, image).await;
+        cluster.ask_at(path, &long.to_string()).await;
+        cluster
+            .until_shown(&[
+                "corelane_tokenizer_prompts_total{result=\"media\"} 1",
+                "corelane_tokenizer_prompts_total{result=\"late\"} 1",
+                "corelane_tokenizer_prompts_total{result=\"made\"} 1",
+            ])
+            .await;
+        let by_cost = [Reason::LeastCostWarm, Reason::LeastCostCold];
+        assert_eq!(by_cost.map(|reason| cluster.reason(reason)), [0, 0]);
+    }
+}
+
 #[tokio::test]
 async fn metrics_tell_of_events() {
     let (mut a, b) = (Publisher::start().await, Publisher::start().await);
@@ -635,7 +783,7 @@ async fn pyzmq_is_understood() {
         format!("127.0.0.1:{port}"),
         Some(format!("127.0.0.1:{replay_port}")),
     )];
-    let cluster = cluster_at(&endpoints).await;
+    let cluster = cluster_at(&endpoints, &[]).await;
     cluster.until_trust(0, Trust::Exact).await;
     let mut tell = |line: &str| writeln!(input, "{line}").unwrap();
     // PUB may not know of the subscription yet: the next message shows the gap, and replay fills it.

@@ -21,8 +21,9 @@ use corelane::config::Config;
 use corelane::exchange::{
     Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
 };
-use corelane::route::Role;
+use corelane::route::{Fields, Role};
 use corelane::shared::{AdminReply, AdminRequest, Route, Worker};
+use corelane::tokenize::Prompt;
 use shards::{Books, LoadGuard, Permit, Slot, WorkerId};
 
 const WORKER_COUNT: u16 = 4;
@@ -306,6 +307,7 @@ struct Odds {
     reused: u64,
     refused: u64,
     no_seat: u64,
+    tokens: u64,
     queued: u64,
     full: u64,
     gone_from_fleet: u64,
@@ -328,6 +330,10 @@ struct Sim {
     place: Rc<Worker>,
     is_draining: bool,
     ids: u64,
+    /// Numbers under which tokens were asked for, not answered yet; the last number; what the last choice knew.
+    tokens_asked: VecDeque<u64>,
+    tokens_number: u64,
+    tokens_known: Option<u64>,
     /// What the client has been sent.
     out: Vec<u8>,
     closed: Option<Closed>,
@@ -456,6 +462,15 @@ impl World for Sim {
         let queue_max = u32::from(!self.chance(self.odds.queued));
         self.line.step_aside(permit, queue_max)
     }
+    fn ask_tokens(&mut self, _: Route, body: &[u8], _: &Fields) -> Option<u64> {
+        assert!(body.starts_with(b"{"), "the whole body");
+        if !self.chance(self.odds.tokens) {
+            return None;
+        }
+        self.tokens_number += 1;
+        self.tokens_asked.push_back(self.tokens_number);
+        Some(self.tokens_number)
+    }
     fn is_logged(&self) -> bool {
         self.rng.0 & 1 == 0
     }
@@ -474,6 +489,7 @@ impl World for Sim {
     fn record_wait(&mut self, _: u64) {}
 
     fn choose(&mut self, ask: Ask<'_>) -> Result<Seat, NoSeat> {
+        self.tokens_known = ask.prompt.map(|prompt| prompt.count);
         assert_eq!(
             ask.tried, self.chosen,
             "every worker chosen for this request before counts as tried"
@@ -738,6 +754,9 @@ impl Case {
             place: Rc::new(place(workers[0])),
             is_draining: false,
             ids: 0,
+            tokens_asked: VecDeque::new(),
+            tokens_number: 0,
+            tokens_known: None,
             out: Vec::new(),
             closed: None,
             is_reading: true,
@@ -922,6 +941,17 @@ impl Case {
         let permit = self.sim.line.turn();
         self.session.on_turn(&mut self.sim, permit);
         self.check("turn", 0);
+    }
+
+    /// The oldest question for tokens is answered, in time or not.
+    fn tokens(&mut self, count: Option<u64>) {
+        let number = self.sim.tokens_asked.pop_front().expect("a question");
+        let prompt = count.map(|count| {
+            let chain = Vec::new();
+            Box::new(Prompt { count, chain })
+        });
+        self.session.on_tokens(&mut self.sim, number, prompt);
+        self.check("tokens", 0);
     }
 
     fn drain(&mut self) {
@@ -1311,6 +1341,7 @@ fn random_case(bench: &Bench, seed: u64) -> Case {
         reused: 50,
         refused: rng.below(3) * 10,
         no_seat: rng.below(3) * 5,
+        tokens: rng.below(3) * 40,
         queued: rng.below(3) * 10,
         full: rng.below(3) * 10,
         gone_from_fleet: rng.below(3) * 5,
@@ -1377,6 +1408,7 @@ enum Event {
     Deadline,
     Drain,
     Turn,
+    Tokens,
     Tick,
 }
 
@@ -1451,6 +1483,9 @@ fn events(case: &mut Case, rng: &mut Rng) -> Vec<Event> {
     if case.sim.line.is_waiting {
         add(Event::Turn, 3);
     }
+    if !case.sim.tokens_asked.is_empty() {
+        add(Event::Tokens, 3);
+    }
     if !case.has_drained && rng.below(100) == 0 {
         add(Event::Drain, 1);
     }
@@ -1511,6 +1546,10 @@ fn play_random(case: &mut Case) {
             Event::Deadline => case.deadline(),
             Event::Drain => case.drain(),
             Event::Turn => case.turn(),
+            Event::Tokens => {
+                let count = rng.below(3);
+                case.tokens((count > 0).then_some(count));
+            }
             Event::Tick => case.sim.now_ns += rng.below(SECOND_NS / 10),
         }
     }
@@ -2020,6 +2059,45 @@ fn a_late_answer_of_the_control_plane_is_not_the_next_requests() {
         late.is_none_or(|answer| field(&answer.head, "x-tag") == ["1.admin"]),
         "another request's answer"
     );
+}
+
+/// Q3: no worker is asked before, and all goes on after, with what came; what comes late is nobody's.
+#[test]
+fn a_request_waits_for_its_tokens_once_and_goes_on_whatever_comes() {
+    let bench = Bench::new();
+    for answer in [Some(7), None] {
+        let mut case = bench.case(1, vec![chat_asked(0)]);
+        case.sim.odds.tokens = 100;
+        case.client_all();
+        assert_eq!((case.sim.dial_count, case.sim.tokens_number), (0, 1));
+        case.tokens(answer);
+        assert_eq!((case.sim.dial_count, case.sim.tokens_known), (1, answer));
+        // Another worker is chosen with the same tokens, and nobody is asked again.
+        case.deadline();
+        assert_eq!((case.sim.dial_count, case.sim.tokens_known), (2, answer));
+        assert_eq!(case.sim.tokens_number, 1);
+    }
+    // They are too late, and then the next request's come.
+    let mut case = bench.case(1, vec![chat_asked(0), chat_asked(1)]);
+    case.sim.odds.tokens = 100;
+    case.client_bytes(case.sim.asks[0].wire.len());
+    case.deadline();
+    assert_eq!((case.sim.dial_count, case.sim.tokens_known), (1, None));
+    case.deliver();
+    case.worker_says(&replies("0.1", false)[0], ALL);
+    case.client_all();
+    assert_eq!((case.sim.dial_count, case.sim.tokens_number), (1, 2));
+    case.tokens(Some(1));
+    assert_eq!(case.sim.dial_count, 1, "those are of the first request");
+    case.tokens(Some(2));
+    assert_eq!((case.sim.dial_count, case.sim.tokens_known), (2, Some(2)));
+    // A client that leaves meanwhile leaves nothing behind.
+    let mut case = bench.case(1, vec![chat_asked(0)]);
+    case.sim.odds.tokens = 100;
+    case.client_all();
+    case.client_gone();
+    case.tokens(Some(3));
+    assert_eq!(case.sim.dial_count, 0);
 }
 
 #[test]

@@ -7,7 +7,8 @@
 //! applied. The clock stops when the owners have applied the last one. Three threads (the events' and the two owners')
 //! on whatever the machine has; a machine that does other things, too, falsifies this, so before it the same work is done by one
 //! thread, and its CPU time taken: two cores that do nothing else do twice as many operations a second. Then the same at a tenth of a million operations a second, to see when each is seen; then look-ups
-//! of 12,000 blocks with the owners idle. `cargo bench -p shards --bench index`.
+//! of 12,000 blocks with the owners idle. `cargo bench -p shards --bench index`; with `-- one-thread` only
+//! the first part, which can be counted in instructions (callgrind) on a machine that is busy.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -16,8 +17,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use shards::{
-    BlockNames, Change, Domain, Lesson, PrefixHash, Receiver, Sender, Shard, Slot, Tree,
-    TreeLimits, mailbox,
+    BLOCK_KEY_BITS, BlockNames, Change, Domain, Lesson, PrefixHash, Receiver, Sender, Shard, Slot,
+    Tree, TreeLimits, mailbox,
 };
 
 const ENGINE_COUNT: usize = 64;
@@ -75,7 +76,16 @@ impl Feed {
     }
 
     fn store(&mut self, engine: usize, state: &mut Engine, blocks: &[(u64, PrefixHash)]) {
+        let leave = blocks.len().min(8);
+        blocks[..leave]
+            .iter()
+            .for_each(|(name, _)| state.names.prefetch(*name));
         if state.held.len() + blocks.len() > ENGINE_BLOCKS {
+            state
+                .held
+                .iter()
+                .take(leave)
+                .for_each(|name| state.names.prefetch(*name));
             for index in 0..blocks.len() {
                 if let Some(&ahead) = state.held.get(8) {
                     state.names.prefetch(ahead);
@@ -126,7 +136,12 @@ fn own(mut shard: Shard, mut mail: Receiver<Lesson>, applied: &AtomicU64, stop: 
 }
 
 fn turn_of(random: &mut Random) -> Vec<(u64, PrefixHash)> {
-    let block = |_| (random.next(), PrefixHash(random.next() | 1));
+    let block = |_| {
+        (
+            random.next(),
+            PrefixHash(random.next() >> (64 - BLOCK_KEY_BITS) | 1),
+        )
+    };
     (0..TURN_BLOCKS).map(block).collect()
 }
 
@@ -192,6 +207,9 @@ fn main() {
         slot_count_max: ENGINE_COUNT,
     };
     one_thread(limits);
+    if std::env::args().any(|arg| arg == "one-thread") {
+        return;
+    }
     let (tree, shards) = shards::tree(OWNER_COUNT, Arc::clone(&domain), limits);
     let (applied, stop) = (
         Arc::new(AtomicU64::new(0)),
@@ -300,7 +318,12 @@ fn main() {
     let mut prompts = Vec::new();
     for prompt in 0..16_usize {
         let chain: Vec<(u64, PrefixHash)> = (0..12_000)
-            .map(|_| (random.next(), PrefixHash(random.next() | 1)))
+            .map(|_| {
+                (
+                    random.next(),
+                    PrefixHash(random.next() >> (64 - BLOCK_KEY_BITS) | 1),
+                )
+            })
             .collect();
         for (worker, depth) in [(0, 11_960), (1, 7_000), (2, 500), (3, 500)] {
             let engine = (prompt + worker * 16) % ENGINE_COUNT;

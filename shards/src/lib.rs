@@ -78,7 +78,7 @@ pub use gate::{Entry, Gate, Permit};
 pub use ids::{PrefixHash, SLOT_COUNT_MAX, Slot, WorkerId};
 pub use load::{Books, Load, LoadGuard};
 pub use mailbox::{Receiver, Sender, mailbox};
-pub use names::{BlockNames, Change, TIER_COUNT};
+pub use names::{BLOCK_KEY_BITS, BlockNames, Change, TIER_COUNT};
 pub use publish::{Published, Publisher, published};
 pub use sessions::{Now, Sessions};
 pub use tree::{Lesson, Match, Shard, Tree, TreeLimits, split_by_owner, tree};

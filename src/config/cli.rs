@@ -435,6 +435,46 @@ pub struct KvArgs {
     #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]
     #[arg(env = "CORELANE_KV_PENALTY_DISK", hide_env = true)]
     pub kv_penalty_disk: f64,
+    /// kv_aware: a session keeps to its worker until it was idle for so long; in P/D its decode worker only, while that has
+    /// less than its even share of the requests (default: sessions are not looked at)
+    #[arg(long, value_name = "SECS")]
+    #[arg(value_parser = value_parser!(u32).range(1..=31_536_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_KV_AWARE_SESSION_AFFINITY_TTL_SECS", hide_env = true)]
+    pub kv_aware_session_affinity_ttl_secs: Option<u32>,
+    /// kv_aware: tokenizer of the engines' model, for prompts of text: a tokenizer.json, or a model's folder with it; with
+    /// MODEL= for requests that name this model (default: text is placed as by cache_aware)
+    #[arg(long, num_args = 1.., value_name = "[MODEL=]PATH")]
+    #[arg(env = "CORELANE_TOKENIZER", hide_env = true)]
+    pub tokenizer: Vec<String>,
+    /// kv_aware: chat template to be used in place of the model's own, as of vLLM's flag
+    #[arg(long, value_name = "FILE")]
+    #[arg(env = "CORELANE_CHAT_TEMPLATE", hide_env = true)]
+    pub chat_template: Option<std::path::PathBuf>,
+    /// kv_aware: how it takes a message's content, as of vLLM's flag
+    #[arg(long, default_value = "auto", value_name = "FORMAT")]
+    #[arg(value_parser = ["auto", "string", "openai"])]
+    #[arg(env = "CORELANE_CHAT_TEMPLATE_CONTENT_FORMAT", hide_env = true)]
+    pub chat_template_content_format: String,
+    /// kv_aware: longest wait for a prompt's tokens; after that it is placed as by cache_aware
+    #[arg(long, default_value_t = 2, value_name = "MS")]
+    #[arg(value_parser = value_parser!(u32).range(1..=10_000), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_TOKENIZER_TIMEOUT_MS", hide_env = true)]
+    pub tokenizer_timeout_ms: u32,
+    /// kv_aware: threads that make tokens, beside the cores
+    #[arg(long, default_value_t = 2, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(1..=256), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_TOKENIZER_THREADS", hide_env = true)]
+    pub tokenizer_threads: u32,
+    /// kv_aware: prompts that may wait for one of these threads
+    #[arg(long, default_value_t = 256, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(1..=65_536), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_TOKENIZER_QUEUE_SIZE", hide_env = true)]
+    pub tokenizer_queue_size: u32,
+    /// kv_aware: memory of a tokenizer for the tokens of messages it has seen
+    #[arg(long, default_value_t = 134_217_728, value_name = "BYTES")]
+    #[arg(value_parser = value_parser!(u64).range(65_536..), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_TOKENIZER_CACHE_BYTES", hide_env = true)]
+    pub tokenizer_cache_bytes: u64,
 }
 
 /// Prefill and decode on different workers.

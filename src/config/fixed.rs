@@ -4,9 +4,9 @@ use super::Config;
 
 impl Config {
     /// Each flag whose meaning is fixed, and that meaning.
-    fn fixed(&self) -> [(&'static str, String); 26] {
+    fn fixed(&self) -> Vec<(&'static str, String)> {
         let pd = self.pd.as_ref();
-        [
+        vec![
             ("host", self.listen.ip().to_string()),
             ("port", self.listen.port().to_string()),
             ("prometheus-host", self.metrics_listen.ip().to_string()),
@@ -59,6 +59,8 @@ impl Config {
                     self.kv.sources, self.kv.block_tokens, self.kv.model
                 ),
             ),
+            // With its template, threads and memory.
+            ("tokenizer", format!("{:?}", self.kv.tokenizer)),
             ("kv-index-bytes", self.kv.index_bytes_max.to_string()),
             // The index is made at start, or never.
             ("policy", kv_use(self.uses_kv_events())),

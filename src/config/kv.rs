@@ -1,8 +1,12 @@
 //! Where engines tell of their KV blocks, for `kv_aware`. Flags as in vllm-router 0.1.17.
 
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
 use super::cli::{KvArgs, PdArgs};
 use super::{ConfigError, WorkerSpec, WorkerUrl};
 use crate::route::Role;
+use crate::tokenize::{ContentFormat, ModelFiles};
 
 /// Most streams of events, all workers together: what the index can tell apart.
 pub const SOURCE_COUNT_MAX: usize = 8192;
@@ -31,6 +35,96 @@ pub struct KvConfig {
     pub model: Option<String>,
     /// Memory of the index, all cores together, in bytes.
     pub index_bytes_max: usize,
+    /// Sessions keep to a worker until they were idle for so long; none: they are not looked at.
+    pub session_affinity_ttl_secs: Option<u32>,
+    /// What makes tokens of prompts that are text.
+    pub tokenizer: Option<TokenizerConfig>,
+}
+
+/// Where tokenizers are, and what they may take.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TokenizerConfig {
+    /// At least one; no two for the same model.
+    pub models: Vec<ModelFiles>,
+    /// In place of the models' own.
+    pub chat_template: Option<PathBuf>,
+    /// None: it is found as vLLM finds it.
+    pub content_format: Option<ContentFormat>,
+    /// Longest wait for a prompt's tokens.
+    pub timeout: Duration,
+    /// Threads.
+    pub thread_count: usize,
+    /// Prompts that may wait for one.
+    pub queue_count_max: usize,
+    /// Memory of each model's tokenizer for the tokens of what it has seen.
+    pub cache_bytes_max: usize,
+}
+
+impl TokenizerConfig {
+    fn from_args(args: &KvArgs) -> Result<Option<TokenizerConfig>, ConfigError> {
+        const FLAG: &str = "tokenizer";
+        if args.tokenizer.is_empty() {
+            return match args.chat_template {
+                Some(_) => Err(refuse(
+                    "chat-template",
+                    "it is of no use without --tokenizer",
+                )),
+                None => Ok(None),
+            };
+        }
+        if cfg!(not(feature = "tokenizer")) {
+            return Err(refuse(FLAG, "this program was built without tokenizers"));
+        }
+        let mut models: Vec<ModelFiles> = Vec::new();
+        for text in &args.tokenizer {
+            // A path may have a '=' in it: what is there as it stands is a path.
+            let files = match text.split_once('=') {
+                Some((model, path)) if !Path::new(text).exists() && !model.is_empty() => {
+                    ModelFiles {
+                        model: Some(model.to_owned()),
+                        path: path.into(),
+                    }
+                }
+                _ => ModelFiles {
+                    model: None,
+                    path: text.into(),
+                },
+            };
+            let json = match files.path.is_dir() {
+                true => files.path.join("tokenizer.json"),
+                false => files.path.clone(),
+            };
+            if !json.is_file() {
+                return Err(refuse(FLAG, format!("{} is not there", json.display())));
+            }
+            if models.iter().any(|other| other.model == files.model) {
+                let of = files
+                    .model
+                    .map_or("any model".into(), |m| format!("model {m}"));
+                return Err(refuse(FLAG, format!("two for {of}")));
+            }
+            models.push(files);
+        }
+        if let Some(file) = args.chat_template.as_ref().filter(|file| !file.is_file()) {
+            return Err(refuse(
+                "chat-template",
+                format!("{} is not there", file.display()),
+            ));
+        }
+        Ok(Some(TokenizerConfig {
+            models,
+            chat_template: args.chat_template.clone(),
+            content_format: match args.chat_template_content_format.as_str() {
+                "string" => Some(ContentFormat::String),
+                "openai" => Some(ContentFormat::OpenAi),
+                _ => None,
+            },
+            timeout: Duration::from_millis(args.tokenizer_timeout_ms.into()),
+            thread_count: args.tokenizer_threads as usize,
+            queue_count_max: args.tokenizer_queue_size as usize,
+            cache_bytes_max: super::size("tokenizer-cache-bytes", args.tokenizer_cache_bytes)?,
+        }))
+    }
 }
 
 impl KvConfig {
@@ -83,6 +177,8 @@ impl KvConfig {
             block_tokens: args.kv_event_block_size as usize,
             model: args.kv_event_model.clone().filter(|name| !name.is_empty()),
             index_bytes_max: super::size("kv-index-bytes", args.kv_index_bytes)?,
+            session_affinity_ttl_secs: args.kv_aware_session_affinity_ttl_secs,
+            tokenizer: TokenizerConfig::from_args(args)?,
         })
     }
 }
@@ -196,6 +292,30 @@ mod tests {
         );
         assert_eq!(config.kv.block_tokens, 32);
         assert_eq!(config.kv.model.as_deref(), Some("m"));
+    }
+
+    #[cfg(feature = "tokenizer")]
+    #[test]
+    fn tokenizers_are_for_any_model_or_for_one() {
+        let folder = std::env::temp_dir().join(format!("corelane-kv-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let json = folder.join("tokenizer.json");
+        std::fs::write(&json, "{}").unwrap();
+        let (whole, named) = (folder.to_str().unwrap(), format!("m={}", json.display()));
+        let kv = ["--policy", "kv_aware", "--tokenizer"];
+        let found = config(&[&kv[..], &[whole, &named]].concat()).unwrap();
+        let models = found.kv.tokenizer.unwrap().models;
+        let shown: Vec<_> = models
+            .iter()
+            .map(|m| (m.model.as_deref(), &*m.path))
+            .collect();
+        assert_eq!(shown, [(None, &*folder), (Some("m"), &*json)]);
+        let twice = reason(&[&kv[..], &[&named, &named]].concat());
+        assert!(twice.contains("two for model m"), "{twice}");
+        let gone = reason(&[&kv[..], &["/no/such/model"]].concat());
+        assert!(gone.contains("/no/such/model is not there"), "{gone}");
+        assert!(reason(&["--chat-template", whole]).contains("without --tokenizer"));
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]

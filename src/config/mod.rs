@@ -39,7 +39,7 @@ pub use file::{Keys, LoadError, Loaded, Source};
 pub use files::Stamp;
 pub use flags::Notice;
 pub use keys::KeySource;
-pub use kv::{KvConfig, KvSource};
+pub use kv::{KvConfig, KvSource, TokenizerConfig};
 pub use machine::{Limit, connections_of, cpu_count, descriptor_limits, limit};
 pub use pd::{BOOTSTRAP_PORT, Connector, PdConfig, WorkerSpec};
 pub use show::{Origin, Setting, file_of_line, in_force};

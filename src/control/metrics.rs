@@ -739,7 +739,36 @@ impl Scrape {
         for (name, help, read) in counters {
             out.counters(name, help, each(read))?;
         }
-        Ok(())
+        self.tokens(out)
+    }
+
+    /// Prompts of text; nothing without a tokenizer.
+    fn tokens(&self, out: &mut Families) -> fmt::Result {
+        let Some(desk) = &self.0.shared.desk else {
+            return Ok(());
+        };
+        let fates = desk.fates();
+        out.counters(
+            "corelane_tokenizer_prompts",
+            "Prompts of text by what became of them (late: placed without tokens, which are then made all the same)",
+            fates.map(|(fate, count)| ([("result", Label::Fixed(fate.label()))], count)),
+        )?;
+        let [made, remembered] = desk.tokens();
+        out.counter(
+            "corelane_tokenizer_tokens_made",
+            "Tokens made of text",
+            made,
+        )?;
+        out.counter(
+            "corelane_tokenizer_tokens_remembered",
+            "Tokens of messages seen before",
+            remembered,
+        )?;
+        out.gauge(
+            "corelane_tokenizer_waiting",
+            "Prompts that wait for a tokenizer's thread",
+            desk.waiting_count() as u64,
+        )
     }
 
     fn connections(&self, out: &mut Families) -> fmt::Result {

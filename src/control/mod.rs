@@ -391,7 +391,9 @@ async fn run(
                 drain_rate.tell(&plane.shared, now.saturating_duration_since(judged));
                 judged = now;
                 if let Some(sessions) = plane.shared.sessions.get() {
-                    let now = plane.shared.session_time(&plane.shared.config());
+                    let config = plane.shared.config();
+                    let bound_secs = config.kv.session_affinity_ttl_secs.unwrap_or(0);
+                    let now = plane.shared.age_of(config.session_ttl_secs.max(bound_secs));
                     sessions.sweep(swept_parts % SESSION_PARTS, SESSION_PARTS, now);
                     swept_parts += 1;
                 }

@@ -76,6 +76,7 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
         retry_after_secs: 1.into(),
         tree,
         kv: None,
+        desk: None,
         domain,
         fleet,
         sessions: Default::default(),
@@ -121,7 +122,11 @@ pub fn pump(shared: &Shared, told: &mut Told) {
                     core.purged.push(slot);
                 }
                 ToCore::Flush => told.flush_count += 1,
-                ToCore::Stalled(_) | ToCore::Configure(_) | ToCore::YourTurn | ToCore::Rouse => {}
+                ToCore::Stalled(_)
+                | ToCore::Configure(_)
+                | ToCore::Tokens(_)
+                | ToCore::YourTurn
+                | ToCore::Rouse => {}
                 ToCore::Drain => told.drain_count += 1,
                 ToCore::Stop => told.stop_count += 1,
             }

@@ -12,7 +12,7 @@ pub(super) struct Blocks {
     ids: Vec<u32>,
     chain: Vec<PrefixHash>,
     credits: Credits,
-    /// Tokens of the prompt; `None`: the client sent none, or they were not read yet.
+    /// Tokens of the prompt; `None`: nobody told them, or they were not read yet.
     count: Option<u64>,
     is_read: bool,
 }
@@ -28,30 +28,20 @@ impl Blocks {
         if std::mem::replace(&mut self.is_read, true) {
             return;
         }
+        if let Some(prompt) = ask.prompt {
+            // The request waited for these: made of its text, off the cores.
+            self.count = Some(prompt.count);
+            self.chain.clear();
+            return self.chain.extend_from_slice(&prompt.chain);
+        }
         let Some((body, fields)) = ask.key else {
             return;
         };
         self.count = route::token_ids(ask.route, body, fields, &mut self.ids);
-        if self.count.is_none() {
-            return;
+        if self.count.is_some() {
+            let (ids, chain) = (&self.ids, &mut self.chain);
+            route::request_chain(index, base_model, ids, body, fields, ask.model, chain);
         }
-        let named = route::as_str(body, fields.lora);
-        let is_adapter = |model: &str| match base_model {
-            Some(base) => model != base,
-            None => index.is_adapter(model),
-        };
-        let adapter = named
-            .as_deref()
-            .or(ask.model.filter(|model| is_adapter(model)));
-        let salt = route::salt_of(body, fields);
-        route::block_chain(
-            &index.keys,
-            &self.ids,
-            index.block_tokens,
-            adapter,
-            salt.as_deref(),
-            &mut self.chain,
-        );
     }
 
     /// The prompt as `kv_aware` wants it. `None`: its tokens are not known, or nobody's blocks are: the tree serves.

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use shards::{LoadGuard, Permit, Pin, Slot};
+use shards::{Books, LoadGuard, Permit, Pin, Slot};
 
 use super::Core;
 use super::table::{Up, Use, Wire};
@@ -15,7 +15,10 @@ use crate::exchange::{
 };
 use crate::held::{ByteLimits, Held};
 use crate::ring::Token;
-use crate::route::{self, Candidates, Home, Key, PolicyKind, Role, TOKEN_BYTES, TreePrefixes};
+use crate::route::{
+    self, Candidates, Decision, Fields, Home, Key, Loads, PolicyKind, Reason, Role, TOKEN_BYTES,
+    Tokens, TreePrefixes,
+};
 use crate::shared::{AdminRequest, Fleet, Outcome, Route, Worker};
 use crate::tls::ToWorker;
 
@@ -31,6 +34,15 @@ struct Known {
     hash: Option<u64>,
     /// Whose the session is, under a policy that binds them.
     home: Option<Home>,
+    /// Its binding under `kv_aware`, where sessions keep to a worker.
+    bond: Option<Bond>,
+}
+
+/// What a session is bound by, and to whom.
+#[derive(Clone, Copy)]
+struct Bond {
+    key: u64,
+    slot: Option<Slot>,
 }
 
 impl Known {
@@ -225,6 +237,36 @@ impl Hands<'_, '_> {
         home(slot, slot == wanted)
     }
 
+    /// The session's binding, if `kv_aware` keeps sessions to a worker (`--kv-aware-session-affinity-ttl-secs`). In P/D decode
+    /// alone does: prefill goes by what it costs.
+    fn bond(&self, ask: &Ask<'_>) -> Option<Bond> {
+        let core = &*self.core;
+        let ttl_secs = core.config.kv.session_affinity_ttl_secs?;
+        let is_bound = core.config.settings_of(ask.role).policy == PolicyKind::KvAware
+            && ask.role != Role::Prefill;
+        let sessions = core.shared.sessions.get().filter(|_| is_bound)?;
+        let session = route::session_hash(core.seed, ask.head, ask.key)?;
+        let key = self.turn.fleet.binding(session, ask.role, ask.model);
+        let now = core.shared.age_of(ttl_secs);
+        Some(Bond {
+            key,
+            slot: sessions.find(key, now),
+        })
+    }
+
+    /// A session without a worker, or whose worker is no candidate any more, is bound to this one. One whose worker failed this
+    /// request, or is full, stays bound to it.
+    fn tie(&self, bond: Bond, candidates: &Candidates, slot: Slot) {
+        let core = &*self.core;
+        let ttl_secs = core.config.kv.session_affinity_ttl_secs;
+        if bond.slot.is_none_or(|bound| !candidates.contains(bound))
+            && let (Some(sessions), Some(ttl_secs)) = (core.shared.sessions.get(), ttl_secs)
+        {
+            let now = core.shared.age_of(ttl_secs);
+            let _ = sessions.bind(bond.key, slot, bond.slot, now);
+        }
+    }
+
     /// Takes a seat: the choice and its count in one step. When the seat was taken meanwhile, the choice is made anew.
     /// `exclude`: who is out of the question.
     fn take_seat(
@@ -279,6 +321,13 @@ impl Hands<'_, '_> {
                 &mut policies[ask.role as usize],
                 scratch,
             )?;
+            let out = if closed.is_empty() { exclude } else { &closed };
+            let bound = known.bond.and_then(|bond| bond.slot);
+            let bound = bound.filter(|slot| candidates.contains(*slot) && !out.contains(slot));
+            let decision = match bound {
+                Some(slot) => kept(decision, slot, ask.role, candidates, shared.books, tokens),
+                None => decision,
+            };
             let worker = self.turn.fleet.worker(decision.slot)?;
             // Under `kv_aware` what waits on a worker is what it has to compute.
             let work_bytes = match decision.new_tokens {
@@ -297,6 +346,9 @@ impl Hands<'_, '_> {
             match guard {
                 Ok(guard) => {
                     self.core.note(&decision, length);
+                    if let Some(bond) = known.bond {
+                        self.tie(bond, candidates, decision.slot);
+                    }
                     let missing = |length: u64| {
                         length.saturating_sub(self.core.matched_bytes(&decision, length))
                     };
@@ -487,6 +539,11 @@ impl World for Hands<'_, '_> {
         self.core.stats().waits.record(ns);
     }
 
+    fn ask_tokens(&mut self, route: Route, body: &[u8], fields: &Fields) -> Option<u64> {
+        let client = self.client;
+        self.core.ask_tokens(client, route, body, fields)
+    }
+
     fn choose(&mut self, ask: Ask<'_>) -> Result<Seat, NoSeat> {
         let began = self.clock_ns();
         let fleet = self.turn.fleet;
@@ -504,6 +561,7 @@ impl World for Hands<'_, '_> {
             length: self.length(&ask),
             hash: self.hash(&ask),
             home: None,
+            bond: self.bond(&ask),
         };
         let length = known.length;
         let seat = match self.try_worker(&ask) {
@@ -790,6 +848,32 @@ impl World for Hands<'_, '_> {
         ) {
             stats.duration.record(record.duration_ns);
         }
+    }
+}
+
+/// The choice for a session that has a worker: that one. For decode only while it has less than its even share.
+fn kept(
+    chosen: Decision,
+    bound: Slot,
+    role: Role,
+    candidates: &Candidates,
+    loads: &Books,
+    tokens: Option<Tokens<'_>>,
+) -> Decision {
+    let seen = Loads::load(loads, bound);
+    if role == Role::Decode && !route::has_even_share(candidates, loads, bound) {
+        let reason = match chosen.slot == bound {
+            true => chosen.reason,
+            false => Reason::HomeShed,
+        };
+        return Decision { reason, ..chosen };
+    }
+    Decision {
+        slot: bound,
+        seen,
+        reason: Reason::Home,
+        matched_blocks: 0,
+        new_tokens: tokens.map(|t| t.count.saturating_sub(t.credits.find(bound))),
     }
 }
 

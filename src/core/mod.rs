@@ -21,6 +21,7 @@ mod shelf;
 pub mod shun;
 mod table;
 mod tls;
+mod tokens;
 mod wheel;
 
 use std::io;
@@ -46,6 +47,7 @@ use shelf::Shelf;
 use shun::Shunned;
 use table::{Down, Outgoing, Table, Up, Use, Wire, is_upstream};
 use tls::Piece;
+use tokens::TokenWaits;
 use wheel::Wheel;
 
 /// How long what a client still sends is read and dropped after our last byte, so that it gets that byte.
@@ -140,6 +142,7 @@ pub struct Core {
     chain_length: Option<u64>,
     /// Of the same prompt, under `kv_aware`.
     blocks: Blocks,
+    token_waits: TokenWaits,
     scratch: Vec<Slot>,
     /// By role: with one for all, two choices a request, every second turn would be the other role's.
     policies: [route::Turn; 3],
@@ -198,6 +201,7 @@ impl Core {
             chain: Vec::new(),
             chain_length: None,
             blocks: Blocks::default(),
+            token_waits: TokenWaits::default(),
             orphans: Vec::new(),
             retry_budget: RetryBudget::new(config.retry.budget_ratio),
             line: Line::default(),
@@ -248,6 +252,7 @@ impl Core {
                 self.handle(turn, event);
             }
             self.handle_timers(turn);
+            self.end_token_waits(turn);
             self.let_in(turn);
             self.rearm_starved();
             self.wake_taught();
@@ -308,6 +313,7 @@ impl Core {
                         session.on_admin_reply(hands, &reply)
                     });
                 }
+                ToCore::Tokens(done) => self.tokens_came(turn, done),
                 ToCore::Purge(slot) => {
                     self.shard.apply(Lesson::Purge { worker: slot });
                     self.purging.push(slot);
@@ -405,6 +411,9 @@ impl Core {
         let mut next = self.wheel.next_ns();
         if !self.idles.is_empty() || !self.orphans.is_empty() || !self.line.is_empty() {
             next = Some(next.unwrap_or(u64::MAX).min(self.swept_ns + SWEEP_NS));
+        }
+        if let Some(late_ns) = self.token_waits.next_ns() {
+            next = Some(next.unwrap_or(u64::MAX).min(late_ns));
         }
         if let Some(again_ns) = self.accept_again_ns() {
             next = Some(next.unwrap_or(u64::MAX).min(again_ns));

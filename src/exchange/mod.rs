@@ -23,6 +23,7 @@ mod hold;
 pub mod paths;
 mod pd;
 mod release;
+mod tokens;
 mod twin;
 mod wait;
 mod world;
@@ -91,6 +92,8 @@ enum State {
     Streaming,
     /// Its turn, or a worker, is awaited: see [`wait`].
     Queued,
+    /// Its tokens are being made, for a moment: see [`tokens`].
+    Tokenizing,
     /// All of the request is here or sent; an answer is awaited.
     Waiting,
     /// The answer is going to the client.
@@ -117,6 +120,8 @@ struct Exchange {
     /// Its content so far; of one that is read whole, once it is here.
     body_bytes: u64,
     fields: Option<Fields>,
+    /// Its tokens, where they are made of its text.
+    tokens: tokens::Tokens,
     request_id: Vec<u8>,
     /// Further fields of its answer, whoever gives it; empty where web pages may not ask.
     cors: Vec<u8>,
@@ -265,6 +270,10 @@ impl Session {
             State::Reading | State::Streaming => self.on_client_gone(world),
             State::Queued if !exchange.incoming.is_done() => self.on_client_gone(world),
             State::Admin => {}
+            State::Tokenizing => {
+                world.watch_client();
+                exchange.probe_at_ns = world.now_ns() + PROBE_AFTER_NS;
+            }
             State::Waiting | State::Queued => {
                 world.watch_client();
                 exchange.probe_at_ns = world.now_ns() + PROBE_AFTER_NS;
@@ -321,6 +330,8 @@ impl Session {
         };
         match exchange.state {
             State::Queued => self.on_wait_deadline(world),
+            // A limit of the time before them: they are late for certain.
+            State::Tokenizing => self.end_tokens(world, None),
             State::Waiting | State::Streaming
                 if exchange.leg == Leg::Connecting && world.now_ns() >= limit(exchange, world) =>
             {
@@ -783,6 +794,7 @@ impl Session {
             incoming: Body::new(request.framing),
             body_bytes: 0,
             fields: None,
+            tokens: tokens::Tokens::default(),
             request_id,
             cors,
             logged_model: None,
@@ -1006,7 +1018,7 @@ impl Session {
         {
             exchange.logged_model = model(exchange).map(|model| model.into());
         }
-        if !self.is_let_in(world) {
+        if !self.is_let_in(world) || self.awaits_tokens(world) {
             return;
         }
         let Some(exchange) = self.exchange.as_mut() else {
@@ -1621,6 +1633,7 @@ fn take_seat<W: World>(
         // Ours say nothing of the client: a request id that we made up is new each time.
         head: &exchange.message[exchange.fields_at..exchange.own_fields_at],
         key: exchange.fields.as_ref().map(|f| (body, f)),
+        prompt: exchange.tokens.prompt(),
         model: model.as_deref(),
         prompt_bytes: body.len() as u64,
         tried: &exchange.tried,
@@ -1958,7 +1971,7 @@ fn probe<W: World>(exchange: &mut Exchange, world: &mut W) {
         return;
     }
     let bytes: &[u8] = match exchange.state {
-        State::Waiting | State::Queued => b"HTTP/1.1 100 Continue\r\n\r\n",
+        State::Waiting | State::Queued | State::Tokenizing => b"HTTP/1.1 100 Continue\r\n\r\n",
         State::Relaying if exchange.relay == Relay::Chunks => b"0",
         State::Relaying if exchange.outgoing.is_between_chunks() => b"0",
         _ => return,

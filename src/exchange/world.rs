@@ -9,6 +9,7 @@ use crate::config::Config;
 use crate::held::Held;
 use crate::route::{Fields, Role, Whole};
 use crate::shared::{AdminRequest, Outcome, Route, Worker};
+use crate::tokenize::Prompt;
 
 /// What is asked of the policy.
 #[derive(Debug)]
@@ -23,6 +24,8 @@ pub struct Ask<'a> {
     pub head: &'a [u8],
     /// Body and its fields, where the request has a key.
     pub key: Option<(&'a [u8], &'a Fields)>,
+    /// Its tokens, where they were made of its text.
+    pub prompt: Option<&'a Prompt>,
     /// The model asked for.
     pub model: Option<&'a str>,
     /// Bytes of the body, for the books.
@@ -193,6 +196,11 @@ pub trait World {
     /// A request has waited so long, ns.
     fn record_wait(&mut self, ns: u64);
 
+    /// Asks for the tokens of a prompt of text, if the policy wants them: `on_tokens` will follow with this number, in time or
+    /// without them. `None`: the request goes on as it is.
+    fn ask_tokens(&mut self, _route: Route, _body: &[u8], _fields: &Fields) -> Option<u64> {
+        None
+    }
     /// Chooses a worker and takes its count.
     ///
     /// # Errors

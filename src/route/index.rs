@@ -89,6 +89,8 @@ pub struct Index {
     sources: Box<[AtomicU32]>,
     /// The best trust of a worker's sources, by slot.
     workers: Box<[AtomicU8]>,
+    /// How many of them are not blind.
+    trusted_count: AtomicU32,
     /// Names of adapters that events told of (hashes; 0: free), open addressing.
     adapters: Box<[AtomicU64]>,
     /// A bit for each tier that ever had a block.
@@ -154,6 +156,7 @@ impl Index {
             block_tokens: block_tokens.max(1),
             sources: (0..SLOT_COUNT_MAX).map(|_| AtomicU32::new(0)).collect(),
             workers: (0..SLOT_COUNT_MAX).map(|_| AtomicU8::new(0)).collect(),
+            trusted_count: AtomicU32::new(0),
             adapters: (0..ADAPTER_COUNT_MAX).map(|_| AtomicU64::new(0)).collect(),
             tiers: AtomicU8::new(0),
         }
@@ -169,7 +172,18 @@ impl Index {
     /// Control: the best trust of a worker's sources.
     pub fn set_worker(&self, slot: Slot, trust: Trust) {
         // ORDERING: Relaxed; as in `set_source`.
-        self.workers[slot.index()].store(trust as u8, Ordering::Relaxed);
+        let old = self.workers[slot.index()].swap(trust as u8, Ordering::Relaxed);
+        let count = |trust: u8| u32::from(trust != Trust::Blind as u8);
+        // ORDERING: Relaxed twice; only the control thread writes, and a hint a moment old is as good.
+        let others = self.trusted_count.load(Ordering::Relaxed) - count(old);
+        self.trusted_count
+            .store(others + count(trust as u8), Ordering::Relaxed);
+    }
+
+    /// Whether anybody's sources are believed at all.
+    pub fn is_anybody_trusted(&self) -> bool {
+        // ORDERING: Relaxed; as in `set_worker`.
+        self.trusted_count.load(Ordering::Relaxed) > 0
     }
 
     /// How far a worker's sources are believed.

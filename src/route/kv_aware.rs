@@ -7,6 +7,7 @@
 
 use shards::Slot;
 
+use super::candidates::Candidates;
 use super::index::Credits;
 use super::policy::{Decision, Entrants, Loads, Rng, Seen, Settings, TOKEN_BYTES};
 use super::reason::Reason;
@@ -82,6 +83,14 @@ pub(super) fn of_tokens<L: Loads>(
         new_tokens: Some(chosen.new),
         ..chosen.seen.because(reason, 0)
     })
+}
+
+/// Whether a worker has less than its even share of all requests, the one at hand among them: load < ceil((all + 1) / workers).
+/// As long as it has, a session's decode worker keeps it (vllm-router 0.1.17).
+pub fn has_even_share<L: Loads>(candidates: &Candidates, loads: &L, slot: Slot) -> bool {
+    let each = candidates.slots().iter();
+    let all: u64 = each.map(|slot| u64::from(loads.load(*slot))).sum();
+    u64::from(loads.load(slot)) < (all + 1).div_ceil(candidates.len().max(1) as u64)
 }
 
 /// Softmax over `-(cost - least) / temperature`, as vllm-router draws it: not divided by the costs' spread, so that a

@@ -135,3 +135,21 @@ fn a_temperature_spreads_by_cost() {
     let choices = case.choices();
     assert!((140..260).contains(&choices[1].1), "{choices:?}");
 }
+
+/// vllm-router's rule: the bound worker has less than ceil((all + 1) / workers).
+#[test]
+fn a_decode_worker_keeps_a_session_while_it_has_less_than_its_share() {
+    let keeps = |loads: &[u32]| {
+        let fleet = Fleet(loads.iter().map(|load| (*load, 0)).collect());
+        let candidates: Candidates = (0..loads.len() as u16).map(Slot).collect();
+        has_even_share(&candidates, &fleet, Slot(0))
+    };
+    assert!(keeps(&[0, 0, 0]));
+    assert!(!keeps(&[1, 0, 0]));
+    assert!(keeps(&[1, 2, 0]));
+    assert!(!keeps(&[2, 2, 1]));
+    assert!(keeps(&[2, 2, 2]));
+    assert!(!keeps(&[3, 2, 2]));
+    assert!(keeps(&[0]));
+    assert!(keeps(&[7]));
+}

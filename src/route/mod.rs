@@ -36,7 +36,7 @@ pub use key::{
     BLOCK_BYTES, HASHED_BYTES_MAX, KeySeed, LONG_BLOCK_BYTES, LONG_FROM_BLOCK, bytes_of_blocks,
     chain, prefix_hash,
 };
-pub use kv_aware::Tokens;
+pub use kv_aware::{Tokens, has_even_share};
 pub use learn::{Batches, lessons};
 pub use policy::{
     Decision, Found, Key, Loads, PolicyKind, Prefixes, Rng, Settings, TOKEN_BYTES, TreePrefixes,
@@ -50,4 +50,6 @@ pub use splice::{
     LegPlan, PrefillAnswer, USAGE_EVENT_BYTES_MAX, UsageFilter, UsageFix, Whole, fix_usage, plan,
     read_prefill_answer, write_decode, write_prefill, write_release,
 };
-pub use tokens::{BlockKeys, TOKEN_COUNT_MAX, block_chain, salt_of, token_ids};
+pub use tokens::{
+    BlockKeys, TOKEN_COUNT_MAX, block_chain, is_text, request_chain, salt_of, token_ids,
+};

@@ -5,13 +5,16 @@
 //! and the token ids that come with them are hashed here: block `i`'s key stands for all tokens up to its end, for the
 //! adapter, and for what else the engine told apart (`extra_keys`: media, cache salt).
 //!
-//! Stable (R4), seeded and mixed as the prefix hashes of `key.rs` are, under a root of its own.
+//! Stable (R4), seeded and mixed as the prefix hashes of `key.rs` are, under a root of its own; of 55 bits
+//! ([`BLOCK_KEY_BITS`]), so that an engine's names take less memory: among 100 million blocks a block that is not there is found
+//! once in 360 million look-ups.
 
 use std::borrow::Cow;
 
-use shards::PrefixHash;
+use shards::{BLOCK_KEY_BITS, PrefixHash};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use super::index::Index;
 use super::key::{KeySeed, Mixer};
 use super::scan::{Field, Fields, as_str};
 use crate::shared::Route;
@@ -36,7 +39,7 @@ impl BlockKeys {
     pub fn root(&self, adapter: Option<&str>) -> PrefixHash {
         let first = self.mixer.hash(b"corelane block root");
         let link = adapter.map_or(first, |name| self.mixer.fold(first, self.named(name)));
-        PrefixHash(link.max(1))
+        kept(link)
     }
 
     /// A word that blocks are told apart by: a cache salt.
@@ -80,8 +83,14 @@ impl BlockKeys {
             0 => block,
             extra => self.mixer.fold(block, extra),
         };
-        PrefixHash(self.mixer.fold(parent.0, block).max(1))
+        kept(self.mixer.fold(parent.0, block))
     }
+}
+
+/// What is kept of a hash; 0 is nobody's key.
+#[inline]
+fn kept(hash: u64) -> PrefixHash {
+    PrefixHash((hash >> (64 - BLOCK_KEY_BITS)).max(1))
 }
 
 /// Reads the token ids of a request in `ids` (cleared first), if the client sent ids. `None`: it sent text, several prompts,
@@ -95,6 +104,21 @@ pub fn token_ids(route: Route, body: &[u8], fields: &Fields, ids: &mut Vec<u32>)
         _ => None,
     };
     read_ids(field?.raw(body), ids)
+}
+
+/// Whether a request's prompt is one text (or messages), from which its tokens would have to be made.
+pub fn is_text(route: Route, body: &[u8], fields: &Fields) -> bool {
+    let begins_as_text = |field: Option<Field>| {
+        let raw = field.map_or(&[] as &[u8], |field| field.raw(body));
+        let inner = raw.strip_prefix(b"[").unwrap_or(raw);
+        inner.trim_ascii_start().first() == Some(&b'"')
+    };
+    match route {
+        Route::ChatCompletions => fields.messages.is_some(),
+        Route::Completions => begins_as_text(fields.prompt),
+        Route::Generate => fields.input_ids.is_none() && begins_as_text(fields.prompt),
+        _ => false,
+    }
 }
 
 /// A JSON array of numbers, or an array of one such array. The body was scanned: it is JSON.
@@ -136,6 +160,34 @@ fn read_ids(raw: &[u8], ids: &mut Vec<u32>) -> Option<u64> {
 fn inside(raw: &[u8]) -> Option<&[u8]> {
     let inner = raw.strip_prefix(b"[")?.strip_suffix(b"]")?;
     Some(inner.trim_ascii())
+}
+
+/// The keys of a request's blocks in `out` (cleared first), as its model's name and its salt tell them apart: the `model` is an
+/// adapter if events named it so, or, where the base model's name is known, if it is another one.
+pub fn request_chain(
+    index: &Index,
+    base_model: Option<&str>,
+    ids: &[u32],
+    body: &[u8],
+    fields: &Fields,
+    model: Option<&str>,
+    out: &mut Vec<PrefixHash>,
+) {
+    let named = as_str(body, fields.lora);
+    let is_adapter = |model: &str| match base_model {
+        Some(base) => model != base,
+        None => index.is_adapter(model),
+    };
+    let adapter = named.as_deref().or(model.filter(|model| is_adapter(model)));
+    let salt = salt_of(body, fields);
+    block_chain(
+        &index.keys,
+        ids,
+        index.block_tokens,
+        adapter,
+        salt.as_deref(),
+        out,
+    );
 }
 
 /// The keys of a prompt's blocks in `out` (cleared first): those that an engine can reuse, which is all whole blocks but
@@ -225,6 +277,31 @@ mod tests {
             assert_ne!(*key, with_salt[index]);
             assert_ne!(with_adapter[index], with_salt[index]);
         }
+    }
+
+    #[test]
+    fn text_is_told_from_ids() {
+        let is_text_at = |route, body: &str| {
+            let fields = crate::route::scan(body.as_bytes()).unwrap();
+            is_text(route, body.as_bytes(), &fields)
+        };
+        let completions = |body: &str| is_text_at(Route::Completions, body);
+        assert!(completions(r#"{"prompt": "x"}"#));
+        assert!(completions(r#"{"prompt": [ "x" ]}"#));
+        for body in [
+            r#"{"prompt": [1, 2]}"#,
+            r#"{"prompt": [[1]]}"#,
+            "{}",
+            r#"{"prompt": []}"#,
+        ] {
+            assert!(!completions(body), "{body}");
+        }
+        assert!(is_text_at(Route::ChatCompletions, r#"{"messages": []}"#));
+        assert!(!is_text_at(
+            Route::Generate,
+            r#"{"input_ids": [1], "prompt": "x"}"#
+        ));
+        assert!(!is_text_at(Route::Embeddings, r#"{"input": "x"}"#));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! only, as all of `table.rs`.
 
 use super::garbage::Garbage;
-use super::segment::{Entry, SEGMENT_BYTES, SEGMENT_ENTRIES, Segment};
+use super::segment::{Entry, SEGMENT_BYTES, SEGMENT_ENTRIES, Segment, WAY_COUNT};
 use super::spread::Spread;
 use super::table::{GARBAGE_MAX, Table, slots};
 use super::view::View;
@@ -118,11 +118,23 @@ impl Table {
 }
 
 /// A free entry in the emptier of two buckets.
+#[inline]
 fn free_entry(segment: &Segment, [a, b]: [usize; 2]) -> Option<&Entry> {
-    let is_free = |entry: &&Entry| entry.key().is_none();
-    let free_count = |bucket| segment.entries(bucket).iter().filter(is_free).count();
-    let emptier = if free_count(b) > free_count(a) { b } else { a };
-    segment.entries(emptier).iter().find(is_free)
+    let (in_a, count_a) = free_in(segment.entries(a));
+    let (in_b, count_b) = free_in(segment.entries(b));
+    if count_b > count_a { in_b } else { in_a }
+}
+
+/// A free entry of a bucket, and how many there are.
+#[inline]
+fn free_in(entries: &[Entry; WAY_COUNT]) -> (Option<&Entry>, u32) {
+    let mut free = (None, 0);
+    for entry in entries {
+        if entry.key().is_none() {
+            free = (Some(entry), free.1 + 1);
+        }
+    }
+    free
 }
 
 /// Frees an entry of a full bucket by moving one to its other bucket, there first another one, and so on.

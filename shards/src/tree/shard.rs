@@ -1,6 +1,7 @@
 //! The owner's handle of one shard: lessons are queued and worked off in bounded turns. One per core; the only writer.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use super::Tree;
 use super::lesson::Lesson;
@@ -47,8 +48,15 @@ impl Shard {
     /// Queues a lesson. Lessons are worked off in this order. The queue has no bound of its own: its owner takes no more
     /// from its mailboxes than it works off.
     pub fn apply(&mut self, lesson: Lesson) {
-        if let Lesson::Purge { worker } = lesson {
-            self.sweep.announce(worker);
+        match &lesson {
+            Lesson::Purge { worker } => self.sweep.announce(*worker),
+            Lesson::Insert { hashes, .. } | Lesson::Remove { hashes, .. } => {
+                // The first ones are under way when their turn comes: batches are short.
+                let view = &self.tree.views[self.index];
+                let first = hashes.iter().take(PREFETCH_AHEAD);
+                first.for_each(|hash| self.table.prefetch(view, *hash));
+            }
+            Lesson::Touch { .. } | Lesson::Branch { .. } => {}
         }
         self.queue.push_back(lesson);
     }
@@ -56,16 +64,18 @@ impl Shard {
     /// Does up to `budget` steps (a block inserted or touched, a few buckets purged; a step may split one segment), then
     /// frees some of what no pin can see. True: more to do. May be called while this core is pinned.
     pub fn work(&mut self, budget: usize) -> bool {
-        for step in 0..budget {
-            let is_lesson_first = step % 2 == 1 || !self.sweep.is_running();
-            let is_done = if is_lesson_first {
-                self.lesson_step()
-            } else {
-                self.sweep_step()
+        let mut steps = 0;
+        while steps < budget {
+            let done = match self.sweep.is_running() {
+                // In turns, one step each.
+                true if steps % 2 == 0 => usize::from(self.sweep_step()),
+                true => self.lesson_steps(1),
+                false => self.lesson_steps(budget - steps),
             };
-            if !is_done && !self.sweep_step() {
+            if done == 0 && !self.sweep_step() {
                 break;
             }
+            steps += done.max(1);
         }
         self.settle();
         !self.is_idle()
@@ -106,9 +116,9 @@ impl Shard {
         is_running
     }
 
-    /// One hash of the first lesson, or a small lesson whole. False: the queue is empty, or its first lesson has to wait for
-    /// the purge of its worker.
-    fn lesson_step(&mut self) -> bool {
+    /// Up to `most` hashes of the first lesson, or a small lesson whole: how many steps that were. 0: the queue is empty, or its
+    /// first lesson has to wait for the purge of its worker.
+    fn lesson_steps(&mut self, most: usize) -> usize {
         let Self {
             tree,
             index,
@@ -119,56 +129,62 @@ impl Shard {
         } = self;
         let view = &tree.views[*index];
         let Some(lesson) = queue.front() else {
-            return false;
+            return 0;
         };
-        let is_finished = match lesson {
-            Lesson::Insert { worker, .. } if sweep.purges(*worker) => return false,
+        let done = *done_count..*done_count + most;
+        let steps = match lesson {
+            Lesson::Insert { worker, .. } if sweep.purges(*worker) => return 0,
             Lesson::Insert { worker, hashes } => {
-                hash_step(view, table, hashes, done_count, |table, hash| {
-                    table.insert(view, hash, *worker)
+                hash_steps(view, table, hashes, done, |t, hash| {
+                    t.insert(view, hash, *worker)
                 })
             }
             Lesson::Remove { worker, hashes } => {
-                hash_step(view, table, hashes, done_count, |table, hash| {
-                    table.remove_holder(view, hash, *worker)
+                hash_steps(view, table, hashes, done, |t, hash| {
+                    t.remove_holder(view, hash, *worker)
                 })
             }
             Lesson::Touch { hashes } => {
-                hash_step(view, table, hashes, done_count, |table, hash| {
-                    table.touch(view, hash)
-                })
+                hash_steps(view, table, hashes, done, |t, hash| t.touch(view, hash))
             }
             Lesson::Branch { parent } => {
                 table.branch(view, *parent);
-                true
+                1
             }
             Lesson::Purge { worker } => {
                 sweep.start(*worker, table);
-                true
+                1
             }
         };
-        if is_finished {
+        *done_count += steps;
+        let count = match lesson {
+            Lesson::Insert { hashes, .. }
+            | Lesson::Remove { hashes, .. }
+            | Lesson::Touch { hashes } => hashes.len(),
+            Lesson::Branch { .. } | Lesson::Purge { .. } => 1,
+        };
+        if *done_count >= count {
             queue.pop_front();
             *done_count = 0;
         }
-        true
+        steps.max(1)
     }
 }
 
-/// Does the next hash of a batch. True: that was the last.
-fn hash_step(
+/// Does the hashes of a batch from `done.start` on, up to `done.end`: how many that were.
+fn hash_steps(
     view: &View,
     table: &mut Table,
     hashes: &[PrefixHash],
-    done_count: &mut usize,
-    act: impl FnOnce(&mut Table, PrefixHash),
-) -> bool {
-    if let Some(&ahead) = hashes.get(*done_count + PREFETCH_AHEAD) {
-        table.prefetch(view, ahead);
+    done: Range<usize>,
+    mut act: impl FnMut(&mut Table, PrefixHash),
+) -> usize {
+    let end = done.end.min(hashes.len());
+    for place in done.start..end {
+        if let Some(&ahead) = hashes.get(place + PREFETCH_AHEAD) {
+            table.prefetch(view, ahead);
+        }
+        act(table, hashes[place]);
     }
-    if let Some(&hash) = hashes.get(*done_count) {
-        act(table, hash);
-        *done_count += 1;
-    }
-    *done_count >= hashes.len()
+    end.saturating_sub(done.start)
 }

@@ -124,9 +124,14 @@ impl Table {
     pub(super) fn remove_holder(&mut self, view: &View, hash: PrefixHash, slot: Slot) {
         let spread = Spread::of(hash);
         let found = self.entry(view, hash, spread).filter(|_| hash.0 != 0);
-        let Some(entry) = found.filter(|entry| slots(entry.word()).has(slot)) else {
+        let Some(entry) = found else { return };
+        if entry.word().is_only(slot) {
+            self.uncount_holder(slot);
+            return self.remove(entry, spread.directory_index(view.bits));
+        }
+        if !slots(entry.word()).has(slot) {
             return;
-        };
+        }
         self.uncount_holder(slot);
         if self.take_holder(entry, slot) {
             self.remove(entry, spread.directory_index(view.bits));
@@ -227,8 +232,10 @@ impl Table {
 
     fn entry<'v>(&self, view: &'v View, hash: PrefixHash, spread: Spread) -> Option<&'v Entry> {
         let segment = self.segment(view, spread.directory_index(view.bits));
-        let [a, b] = spread.buckets().map(|bucket| segment.entries(bucket));
-        a.iter().chain(b).find(|entry| entry.key() == Some(hash))
+        let [a, b] = spread.buckets();
+        let is_it = |entry: &&Entry| entry.key() == Some(hash);
+        let in_a = segment.entries(a).iter().find(is_it);
+        in_a.or_else(|| segment.entries(b).iter().find(is_it))
     }
 
     pub(super) fn used_mut(&mut self, index: usize) -> &mut u32 {

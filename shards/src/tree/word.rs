@@ -107,6 +107,12 @@ impl Word {
         }
     }
 
+    /// Whether the slot is the block's only holder, and stands in the word itself.
+    #[inline]
+    pub(super) fn is_only(self, slot: Slot) -> bool {
+        matches!(self.payload(), Payload::Inline(packed) if packed.0 == Packed::of(&[slot.0]).0)
+    }
+
     #[inline]
     pub(super) fn mark(self) -> u64 {
         (self.0 & MARK_MASK) >> MARK_SHIFT

@@ -85,6 +85,8 @@ pub struct Outbox {
     pub lessons: Vec<(usize, Lesson)>,
 }
 
+/// How many names ahead memory is asked for.
+const PREFETCH_AHEAD: usize = 8;
 /// Most blocks of a lesson: a core does not work longer on one than on its other tasks.
 const LESSON_BLOCKS_MAX: usize = 512;
 
@@ -240,8 +242,9 @@ impl Source {
         match event {
             Event::Stored(stored) => self.store(&stored, index, out),
             Event::Removed { names, tier, group } if self.counts_group(group) => {
+                self.prefetch_first(names);
                 for (place, name) in names.iter().enumerate() {
-                    if let Some(ahead) = names.get(place + 8) {
+                    if let Some(ahead) = names.get(place + PREFETCH_AHEAD) {
                         self.names.prefetch(*ahead);
                     }
                     match self.names.remove(*name, tier) {
@@ -259,6 +262,12 @@ impl Source {
             Event::Bad => self.counts.bad += 1,
             Event::Other => {}
         }
+    }
+
+    /// The first names of an event are under way before the first is looked at; each of the others is, eight names before its turn.
+    fn prefetch_first(&self, names: &[u64]) {
+        let first = names.iter().take(PREFETCH_AHEAD);
+        first.for_each(|name| self.names.prefetch(*name));
     }
 
     /// Whether the group is the one that holds whole prompts.
@@ -282,9 +291,10 @@ impl Source {
             return;
         };
         index.add_tier(stored.tier);
+        self.prefetch_first(stored.names);
         let blocks = stored.tokens.chunks_exact(stored.block_tokens);
         for (place, (name, tokens)) in stored.names.iter().zip(blocks).enumerate() {
-            if let Some(ahead) = stored.names.get(place + 8) {
+            if let Some(ahead) = stored.names.get(place + PREFETCH_AHEAD) {
                 self.names.prefetch(*ahead);
             }
             let extra = stored.extras.get(place).copied().unwrap_or(0);
