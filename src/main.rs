@@ -83,7 +83,7 @@ fn run(
 fn log(level: LogLevel) -> impl Fn(LogLevel) + Send + Sync + 'static {
     use std::io::IsTerminal;
     let builder = tracing_subscriber::fmt()
-        .with_env_filter(level.name())
+        .with_env_filter(filter_of(level))
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
         .with_target(false)
@@ -91,7 +91,19 @@ fn log(level: LogLevel) -> impl Fn(LogLevel) + Send + Sync + 'static {
     let filter = builder.reload_handle();
     builder.init();
     // It fails only when there is no log any more.
-    move |level| drop(filter.reload(level.name()))
+    move |level| drop(filter.reload(filter_of(level)))
+}
+
+/// What is logged. Libraries that look for workers say each failure of theirs, which discovery says once.
+fn filter_of(level: LogLevel) -> String {
+    const QUIET: [&str; 4] = [
+        "kube_client",
+        "hickory_net",
+        "hickory_proto",
+        "hickory_resolver",
+    ];
+    let quiet = QUIET.map(|name| format!("{name}=off"));
+    format!("{},{}", level.name(), quiet.join(","))
 }
 
 // ---- the demo ----

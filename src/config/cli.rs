@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use clap::builder::{BoolishValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, value_parser};
 
+use super::discovery::DiscoveryArgs;
 use super::parse;
 use super::pd::Connector;
 use crate::route::PolicyKind;
@@ -62,6 +63,8 @@ pub struct ServeArgs {
     pub config: Option<PathBuf>,
     #[command(flatten)]
     pub listener: ListenerArgs,
+    #[command(flatten)]
+    pub discovery: DiscoveryArgs,
     #[command(flatten)]
     pub keys: KeyArgs,
     #[command(flatten)]

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod cli;
+mod discovery;
 mod file;
 mod files;
 mod fixed;
@@ -29,6 +30,10 @@ use clap::Parser;
 pub use cli::{
     Cli, Command, HealthArgs, KeyArgs, KvArgs, LimitArgs, ListenerArgs, MachineArgs,
     ObservabilityArgs, PdArgs, PolicyArgs, ReliabilityArgs, ServeArgs, StandingArgs, TlsArgs,
+};
+pub use discovery::{
+    DiscoveryArgs, DiscoveryConfig, DnsConfig, DnsName, KubernetesConfig, RecordKind, WorkersFile,
+    read_workers_file,
 };
 pub use file::{Keys, LoadError, Loaded, Source};
 pub use files::Stamp;
@@ -153,6 +158,8 @@ pub struct Config {
     pub is_data_inherited: bool,
     /// Workers known from the start, no two the same.
     pub workers: Vec<WorkerSpec>,
+    /// Where further ones are looked for.
+    pub discovery: DiscoveryConfig,
     /// Data-parallel ranks of each of them, at least 1.
     pub data_parallel_size: u32,
     /// How long an added worker may take to become ready.
@@ -304,6 +311,7 @@ impl Config {
         let ServeArgs {
             config: _,
             listener,
+            discovery,
             keys,
             tls,
             policy,
@@ -333,18 +341,20 @@ impl Config {
                 kv.kv_penalty_disk,
             ],
         };
-        let workers = pd::workers(
+        let (workers, names) = pd::workers(
             &listener.worker_urls,
             listener.intra_node_data_parallel_size,
             &pd,
         )?;
-        let kv = KvConfig::from_args(&kv, &pd, &workers)?;
+        let is_pd = pd.vllm_pd_disaggregation;
+        let discovery = DiscoveryConfig::from_args(discovery, names, is_pd)?;
+        let kv = KvConfig::from_args(&kv, &pd, &workers, discovery.is_on())?;
         let pd = PdConfig::from_args(&pd, settings)?;
         pd::check_policies(
             &settings,
             pd.as_ref(),
             &workers,
-            listener.intra_node_data_parallel_size,
+            discovery.is_on() || listener.intra_node_data_parallel_size > 1,
         )?;
         check_api_key(&keys)?;
         let mut key_source = KeySource::from_args(&keys);
@@ -367,6 +377,7 @@ impl Config {
             reuse_port: listener.reuse_port,
             is_data_inherited: false,
             workers,
+            discovery,
             data_parallel_size: listener.intra_node_data_parallel_size,
             worker_startup_timeout: secs(listener.worker_startup_timeout_secs),
             worker_startup_check_interval: secs(listener.worker_startup_check_interval),
@@ -493,6 +504,7 @@ impl Config {
             shown.extend(self.keys_json());
             shown.extend(self.hashing_json());
             shown.insert("kv".to_owned(), self.kv_json());
+            shown.insert("discovery".to_owned(), self.discovery.public_json());
             if let Some(pd) = &self.pd {
                 shown.insert("pd".to_owned(), pd.public_json());
             }
