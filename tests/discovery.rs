@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use common::dns::{Dns, Record};
 use common::process::*;
-use common::{Client, File, Worker, chat};
+use common::{Client, File, Worker, chat, post};
 use serde_json::{Value, json};
 
+const CHAT: &str = "/v1/chat/completions";
 /// Longest wait for what must happen.
 const PATIENCE: Duration = Duration::from_secs(15);
 /// How long what must not happen is waited for: two looks at a file, one of a name.
@@ -123,7 +124,8 @@ async fn a_file_is_followed_and_a_bad_one_changes_nothing() {
     let mut clients = Vec::new();
     for n in 0..2 {
         let mut client = Client::open(router.address).await;
-        client.send(&chat(&format!("{n} is another prompt"))).await;
+        let body = chat(&format!("{n} is another prompt"));
+        client.send(&post(CHAT, &body)).await;
         clients.push(client);
         until("it runs", || a.count() + b.count() == n + 1).await;
     }

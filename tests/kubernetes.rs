@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use common::kube::{KubeApi, Pod};
 use common::process::*;
-use common::{Client, Worker, chat};
+use common::{Client, Worker, chat, post};
 use serde_json::{Value, json};
 
+const CHAT: &str = "/v1/chat/completions";
 /// Longest wait for what must happen.
 const PATIENCE: Duration = Duration::from_secs(15);
 /// How long what must not happen is waited for.
@@ -115,7 +116,7 @@ async fn spread(router: &RouterProcess, fleet: &Fleet, count: usize) -> Vec<u64>
     let before: Vec<u64> = fleet.workers.iter().map(Worker::count).collect();
     for _ in 0..count {
         let mut client = Client::open(router.address).await;
-        client.send(&chat("hello")).await;
+        client.send(&post(CHAT, &chat("hello"))).await;
         let answer = client.answer(false).await.expect("an answer");
         assert_eq!(answer.status, 200);
     }
@@ -213,7 +214,7 @@ async fn a_pod_that_ends_is_out_at_once_and_what_it_runs_finishes() {
         Client::open(router.address).await,
     ];
     for client in &mut clients {
-        client.send(&chat("hello")).await;
+        client.send(&post(CHAT, &chat("hello"))).await;
     }
     until("it runs", || fleet.workers[0].count() == 1).await;
     pods[0].is_terminating = true;

@@ -525,8 +525,9 @@ impl Scrape {
                 .into_iter()
                 .map(|(finder, count)| ([("source", finder.label().into())], count as u64)),
         )?;
+        let config = self.0.shared.config();
         let all = |read: fn(&super::discovery::Stats) -> u64| {
-            Discovery::FINDERS.into_iter().map(move |finder| {
+            Discovery::used(&config.discovery).map(move |finder| {
                 let stats = self.0.discovery.stats(finder);
                 ([("source", finder.label().into())], read(stats))
             })

@@ -192,13 +192,25 @@ fn watch_all(config: &KubernetesConfig, changes: mpsc::Sender<Change>) {
                 namespace: config.namespace.clone(),
                 changes: changes.clone(),
             };
-            tokio::spawn(watcher.run());
+            tokio::spawn(keep(watcher));
         }
         changes.closed().await;
     });
     runtime.shutdown_background();
 }
 
+/// Runs a watcher, and again should it panic.
+async fn keep(watcher: Watcher) {
+    while tokio::spawn(watcher.clone().run()).await.is_err() {
+        tracing::error!(
+            selector = watcher.selector,
+            "internal error: pods are watched anew"
+        );
+        tokio::time::sleep(PAUSES.1).await;
+    }
+}
+
+#[derive(Clone)]
 struct Watcher {
     index: usize,
     role: Role,
@@ -314,6 +326,11 @@ impl Watcher {
                 Err(_) | Ok(Ok(None)) => return Ok(End::Over),
                 Ok(Ok(Some(event))) => event,
                 Ok(Err(kube::Error::Api(status))) if is_gone(&status) => return Ok(End::Over),
+                // Cut off, as proxies do: whether the API is away, the next list tells.
+                Ok(Err(kube::Error::ReadEvents(error))) => {
+                    tracing::debug!(selector = self.selector, %error, "watch broken off");
+                    return Ok(End::Over);
+                }
                 Ok(Err(error)) => return Err(told(&error)),
             };
             let change = match event {

@@ -25,6 +25,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::Plane;
 use super::registry::Finder;
+use crate::config::DiscoveryConfig;
 
 /// How often it is tried again to add what was refused.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
@@ -38,10 +39,18 @@ pub(super) struct Discovery {
 }
 
 impl Discovery {
-    /// The ways that look for workers; the others are told of them.
-    pub(super) const FINDERS: [Finder; 3] = [Finder::File, Finder::Dns, Finder::Kubernetes];
+    /// The ways that look for workers and are in use.
+    pub(super) fn used(config: &DiscoveryConfig) -> impl Iterator<Item = Finder> {
+        let all = [
+            (Finder::File, config.file.is_some()),
+            (Finder::Dns, !config.dns.names.is_empty()),
+            (Finder::Kubernetes, config.kubernetes.is_some()),
+        ];
+        let used = all.into_iter().filter(|(_, is_used)| *is_used);
+        used.map(|(finder, _)| finder)
+    }
 
-    /// Of one of [`Discovery::FINDERS`].
+    /// Of one of those.
     pub(super) fn stats(&self, finder: Finder) -> &Stats {
         match finder {
             Finder::Dns => &self.dns,
