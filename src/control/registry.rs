@@ -186,6 +186,14 @@ impl Entry {
         self.finders.is_here() && !self.is_silent()
     }
 
+    /// Ready but for what those who found it say.
+    fn is_resting(&self) -> bool {
+        !self.finders.is_here()
+            && !self.is_silent()
+            && self.phase() == Phase::Ready
+            && self.has_engine_ids()
+    }
+
     fn is_silent(&self) -> bool {
         self.lease.as_ref().is_some_and(|lease| !lease.is_there)
     }
@@ -996,6 +1004,7 @@ impl Registry {
             role: entry.role,
             models: number_of(&entry.models),
             is_ready: entry.is_ready(),
+            is_resting: entry.is_resting(),
             probes_good: u64::from(entry.good_count),
             probes_bad: u64::from(entry.bad_count),
             trials_good: sum(|stats| &stats.trials_good),
