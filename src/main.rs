@@ -144,7 +144,7 @@ fn log(
     Option<WorkerGuard>,
 )> {
     use std::io::IsTerminal;
-    let (filter, handle) = reload::Layer::new(EnvFilter::new(config.log_level.name()));
+    let (filter, handle) = reload::Layer::new(EnvFilter::new(filter_of(config.log_level)));
     let (file, guard) = log_file(config)?.unzip();
     let layer = || tracing_subscriber::fmt::layer().with_target(false);
     tracing_subscriber::registry()
@@ -157,7 +157,7 @@ fn log(
         )
         .init();
     // It fails only when there is no log any more.
-    let set_level = move |level: LogLevel| drop(handle.reload(EnvFilter::new(level.name())));
+    let set_level = move |level: LogLevel| drop(handle.reload(EnvFilter::new(filter_of(level))));
     Ok((set_level, guard))
 }
 
@@ -177,6 +177,18 @@ fn log_file(config: &Config) -> io::Result<Option<(NonBlocking, WorkerGuard)>> {
     let file =
         file.map_err(|e| io::Error::other(format!("--log-dir {}: {e}", directory.display())))?;
     Ok(Some(tracing_appender::non_blocking(file)))
+}
+
+/// What is logged. Libraries that look for workers say each failure of theirs, which discovery says once.
+fn filter_of(level: LogLevel) -> String {
+    const QUIET: [&str; 4] = [
+        "kube_client",
+        "hickory_net",
+        "hickory_proto",
+        "hickory_resolver",
+    ];
+    let quiet = QUIET.map(|name| format!("{name}=off"));
+    format!("{},{}", level.name(), quiet.join(","))
 }
 
 // ---- the demo ----

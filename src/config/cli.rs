@@ -12,6 +12,7 @@ use clap::builder::{BoolishValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, value_parser};
 
 use super::compat::CompatArgs;
+use super::discovery::DiscoveryArgs;
 use super::parse;
 use super::pd::Connector;
 use crate::route::PolicyKind;
@@ -104,6 +105,8 @@ pub struct ServeArgs {
     pub config: Option<PathBuf>,
     #[command(flatten)]
     pub listener: ListenerArgs,
+    #[command(flatten)]
+    pub discovery: DiscoveryArgs,
     #[command(flatten)]
     pub keys: KeyArgs,
     #[command(flatten)]
@@ -415,11 +418,6 @@ pub struct KvArgs {
     #[arg(value_parser = parse::temperature, allow_negative_numbers = true)]
     #[arg(env = "CORELANE_ROUTER_TEMPERATURE", hide_env = true)]
     pub router_temperature: f64,
-    /// Accepted for compatibility and without effect: kv_aware sends a session to where its blocks are
-    #[arg(long, value_name = "SECONDS")]
-    #[arg(value_parser = value_parser!(u32).range(1..=31_536_000), allow_negative_numbers = true)]
-    #[arg(env = "CORELANE_KV_AWARE_SESSION_AFFINITY_TTL_SECS", hide_env = true)]
-    pub kv_aware_session_affinity_ttl_secs: Option<u32>,
     /// kv_aware: what a block in the engine's host memory is worth, 0 to 1
     #[arg(long, default_value_t = 0.8, value_name = "RATIO")]
     #[arg(value_parser = parse::ratio, allow_negative_numbers = true)]

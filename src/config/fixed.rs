@@ -6,6 +6,8 @@ impl Config {
     /// Each flag whose meaning is fixed, and that meaning.
     fn fixed(&self) -> Vec<(&'static str, String)> {
         let pd = self.pd.as_ref();
+        let [selector, prefill_selector, decode_selector] = self.discovery.selectors();
+        let pods = self.discovery.kubernetes.as_ref();
         vec![
             ("host", self.listen.ip().to_string()),
             ("port", self.listen.port().to_string()),
@@ -47,6 +49,18 @@ impl Config {
             (
                 "intra-node-data-parallel-size",
                 self.data_parallel_size.to_string(),
+            ),
+            ("service-discovery", pods.is_some().to_string()),
+            ("selector", selector),
+            ("prefill-selector", prefill_selector),
+            ("decode-selector", decode_selector),
+            (
+                "service-discovery-port",
+                format!("{:?}", pods.map(|pods| pods.port)),
+            ),
+            (
+                "service-discovery-namespace",
+                format!("{:?}", pods.map(|pods| &pods.namespace)),
             ),
             // Sources, replay endpoints, block size and model.
             (

@@ -132,6 +132,7 @@ impl KvConfig {
         args: &KvArgs,
         pd: &PdArgs,
         workers: &[WorkerSpec],
+        may_find_others: bool,
     ) -> Result<KvConfig, ConfigError> {
         let (flag, given) = match pd.vllm_pd_disaggregation {
             true => ("pd-kv-events", &args.pd_kv_events),
@@ -151,7 +152,8 @@ impl KvConfig {
         for text in given {
             let (worker, endpoints) = read(flag, text)?;
             let is_prefill = |spec: &WorkerSpec| spec.url == worker && spec.role == Role::Prefill;
-            if pd.vllm_pd_disaggregation && !workers.iter().any(is_prefill) {
+            let is_listed = workers.iter().any(is_prefill) || may_find_others;
+            if pd.vllm_pd_disaggregation && !is_listed {
                 return Err(refuse(flag, format!("{worker} is no --prefill worker")));
             }
             if sources.iter().any(|source| source.worker == worker) {

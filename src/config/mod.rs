@@ -8,6 +8,7 @@
 
 mod cli;
 mod compat;
+mod discovery;
 mod file;
 mod files;
 mod fixed;
@@ -35,6 +36,10 @@ pub use cli::{
     ObservabilityArgs, PdArgs, PolicyArgs, ReliabilityArgs, ServeArgs, StandingArgs, TlsArgs,
 };
 pub use compat::CompatArgs;
+pub use discovery::{
+    DiscoveryArgs, DiscoveryConfig, DnsConfig, DnsName, KubernetesConfig, RecordKind, WorkersFile,
+    read_workers_file,
+};
 pub use file::{Keys, LoadError, Loaded, Source};
 pub use files::Stamp;
 pub use flags::Notice;
@@ -161,6 +166,8 @@ pub struct Config {
     pub is_data_inherited: bool,
     /// Workers known from the start, no two the same.
     pub workers: Vec<WorkerSpec>,
+    /// Where further ones are looked for.
+    pub discovery: DiscoveryConfig,
     /// Data-parallel ranks of each of them, at least 1.
     pub data_parallel_size: u32,
     /// How long an added worker may take to become ready.
@@ -324,6 +331,7 @@ impl Config {
         let ServeArgs {
             config: _,
             listener,
+            discovery,
             keys,
             tls,
             policy,
@@ -354,18 +362,20 @@ impl Config {
                 kv.kv_penalty_disk,
             ],
         };
-        let workers = pd::workers(
+        let (workers, names) = pd::workers(
             &listener.worker_urls,
             listener.intra_node_data_parallel_size,
             &pd,
         )?;
-        let kv = KvConfig::from_args(&kv, &pd, &workers)?;
+        let is_pd = pd.vllm_pd_disaggregation;
+        let discovery = DiscoveryConfig::from_args(discovery, names, is_pd)?;
+        let kv = KvConfig::from_args(&kv, &pd, &workers, discovery.is_on())?;
         let pd = PdConfig::from_args(&pd, settings)?;
         pd::check_policies(
             &settings,
             pd.as_ref(),
             &workers,
-            listener.intra_node_data_parallel_size,
+            discovery.is_on() || listener.intra_node_data_parallel_size > 1,
         )?;
         check_api_key(&keys)?;
         let mut key_source = KeySource::from_args(&keys);
@@ -389,6 +399,7 @@ impl Config {
             reuse_port: listener.reuse_port,
             is_data_inherited: false,
             workers,
+            discovery,
             data_parallel_size: listener.intra_node_data_parallel_size,
             worker_startup_timeout: secs(listener.worker_startup_timeout_secs),
             worker_startup_check_interval: secs(listener.worker_startup_check_interval),
@@ -532,6 +543,7 @@ impl Config {
             shown.extend(self.hashing_json());
             shown.extend(self.further_json());
             shown.insert("kv".to_owned(), self.kv_json());
+            shown.insert("discovery".to_owned(), self.discovery.public_json());
             if let Some(pd) = &self.pd {
                 shown.insert("pd".to_owned(), pd.public_json());
             }

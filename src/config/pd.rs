@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::cli::PdArgs;
+use super::discovery::DnsName;
 use super::{ConfigError, WORKER_COUNT_MAX, WorkerUrl, WorkerUrlError};
 use crate::route::{PolicyKind, Role, Settings};
 
@@ -192,12 +193,12 @@ impl RoleFlags {
     }
 }
 
-/// The workers of the command line, no two the same.
+/// The workers of the command line and the names of DNS among them, no two the same.
 pub(super) fn workers(
     worker_urls: &[String],
     data_parallel_size: u32,
     pd: &PdArgs,
-) -> Result<Vec<WorkerSpec>, ConfigError> {
+) -> Result<(Vec<WorkerSpec>, Vec<DnsName>), ConfigError> {
     if pd.vllm_pd_disaggregation && !worker_urls.is_empty() {
         return Err(ConfigError {
             flag: "worker-urls",
@@ -205,10 +206,11 @@ pub(super) fn workers(
                 .to_owned(),
         });
     }
-    let mut workers = Vec::new();
-    read_workers("worker-urls", worker_urls, Role::Regular, &mut workers)?;
-    read_workers("prefill", &pd.prefill, Role::Prefill, &mut workers)?;
-    read_workers("decode", &pd.decode, Role::Decode, &mut workers)?;
+    let mut listed = Listed::default();
+    listed.read("worker-urls", worker_urls, Role::Regular)?;
+    listed.read("prefill", &pd.prefill, Role::Prefill)?;
+    listed.read("decode", &pd.decode, Role::Decode)?;
+    let Listed { workers, names } = listed;
     if workers.len().saturating_mul(data_parallel_size as usize) > WORKER_COUNT_MAX {
         return Err(ConfigError {
             flag: if pd.vllm_pd_disaggregation {
@@ -219,54 +221,91 @@ pub(super) fn workers(
             reason: format!("at most {WORKER_COUNT_MAX} workers, data-parallel ranks counted"),
         });
     }
-    Ok(workers)
+    Ok((workers, names))
 }
 
-fn read_workers(
-    flag: &'static str,
-    texts: &[String],
-    role: Role,
-    workers: &mut Vec<WorkerSpec>,
-) -> Result<(), ConfigError> {
-    let refuse = |reason: String| ConfigError { flag, reason };
-    let before = workers.len();
-    // The environment gives one text for all; the same spelling is welcome on the command line.
-    for text in texts
-        .iter()
-        .flat_map(|text| text.split([',', ' ', '\t', '\n']))
-        .filter(|text| !text.is_empty())
-    {
-        if role == Role::Prefill && (text == "none" || text.bytes().all(|b| b.is_ascii_digit())) {
-            // vllm-router's grammar: a prefill URL may be followed by its bootstrap port.
-            let Some(worker) = workers[before..].last_mut() else {
-                return Err(refuse(format!("'{text}' stands before any URL")));
-            };
-            if text != "none" {
-                let port = text.parse().ok().filter(|port| *port != 0);
-                let port = port.ok_or_else(|| refuse(format!("'{text}' is not a port")))?;
-                worker.bootstrap_port = Some(port);
+/// What the command line lists, as it is read.
+#[derive(Default)]
+struct Listed {
+    workers: Vec<WorkerSpec>,
+    names: Vec<DnsName>,
+}
+
+/// Which of the two came last: a bootstrap port that follows is its.
+enum Last {
+    Worker,
+    Name,
+}
+
+impl Listed {
+    fn read(
+        &mut self,
+        flag: &'static str,
+        texts: &[String],
+        role: Role,
+    ) -> Result<(), ConfigError> {
+        let refuse = |reason: String| ConfigError { flag, reason };
+        let mut last = None;
+        // The environment gives one text for all; the same spelling is welcome on the command line.
+        for text in texts
+            .iter()
+            .flat_map(|text| text.split([',', ' ', '\t', '\n']))
+            .filter(|text| !text.is_empty())
+        {
+            if role == Role::Prefill && (text == "none" || text.bytes().all(|b| b.is_ascii_digit()))
+            {
+                // vllm-router's grammar: a prefill URL may be followed by its bootstrap port.
+                let port = match last {
+                    Some(Last::Worker) => self.workers.last_mut().map(|w| &mut w.bootstrap_port),
+                    Some(Last::Name) => self.names.last_mut().map(|name| &mut name.bootstrap_port),
+                    None => None,
+                };
+                let Some(port) = port else {
+                    return Err(refuse(format!("'{text}' stands before any URL")));
+                };
+                if text != "none" {
+                    let said = text.parse().ok().filter(|port| *port != 0);
+                    let said = said.ok_or_else(|| refuse(format!("'{text}' is not a port")))?;
+                    *port = Some(said);
+                }
+                continue;
             }
-            continue;
+            last = Some(self.read_one(text, role).map_err(refuse)?);
         }
-        let url = WorkerUrl::parse(text).map_err(|e: WorkerUrlError| refuse(e.to_string()))?;
-        if workers.iter().any(|worker| worker.url == url) {
-            return Err(refuse(format!("worker URL '{text}' is listed twice")));
+        Ok(())
+    }
+
+    fn read_one(&mut self, text: &str, role: Role) -> Result<Last, String> {
+        let twice = || format!("worker URL '{text}' is listed twice");
+        if let Some(name) = DnsName::parse(text, role) {
+            let name = name?;
+            let is_same = |other: &DnsName| other.kind == name.kind && other.url == name.url;
+            if self.names.iter().any(is_same) {
+                return Err(twice());
+            }
+            self.names.push(name);
+            return Ok(Last::Name);
         }
-        workers.push(WorkerSpec {
+        let url = WorkerUrl::parse(text).map_err(|e: WorkerUrlError| e.to_string())?;
+        if self.workers.iter().any(|worker| worker.url == url) {
+            return Err(twice());
+        }
+        self.workers.push(WorkerSpec {
             url,
             role,
             bootstrap_port: None,
         });
+        Ok(Last::Worker)
     }
-    Ok(())
 }
 
-/// vllm-router's rule, for each role. No worker at all is fine: they are added later.
+/// vllm-router's rule, for each role. No worker at all is fine: they are added later. `has_more`: one that is listed may not
+/// stay alone.
 pub(super) fn check_policies(
     regular: &Settings,
     pd: Option<&PdConfig>,
     workers: &[WorkerSpec],
-    data_parallel_size: u32,
+    has_more: bool,
 ) -> Result<(), ConfigError> {
     let roles = [
         (Role::Regular, "policy", regular.policy, "--worker-urls"),
@@ -285,7 +324,7 @@ pub(super) fn check_policies(
     ];
     for (role, flag, policy, source) in roles {
         let count = workers.iter().filter(|worker| worker.role == role).count();
-        if policy == PolicyKind::PowerOfTwo && count == 1 && data_parallel_size == 1 {
+        if policy == PolicyKind::PowerOfTwo && count == 1 && !has_more {
             return Err(ConfigError {
                 flag,
                 reason: format!("power_of_two needs at least 2 workers, {source} names 1"),

@@ -1,6 +1,7 @@
 //! A worker's URL as configured or added: `http://host[:port][/prefix]` or `https://`, checked once, then only compared and shown.
 
 use std::fmt;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use rustls::pki_types::ServerName;
@@ -121,6 +122,30 @@ impl WorkerUrl {
         &self.text
     }
 
+    /// The same at an address that the host's name, or that of a `target` in its place, stands for. `Host` field and
+    /// certificate stay those of the name.
+    pub fn at(&self, target: Option<&str>, address: IpAddr, port: u16) -> Option<WorkerUrl> {
+        let scheme = if self.server_name.is_some() {
+            "https"
+        } else {
+            "http"
+        };
+        let name = match target {
+            None => self.clone(),
+            Some(target) => {
+                let text = format!("{scheme}://{target}:{port}{}", self.path_prefix);
+                WorkerUrl::parse(&text).ok()?
+            }
+        };
+        let at = SocketAddr::new(address, port);
+        let url = WorkerUrl::parse(&format!("{scheme}://{at}{}", self.path_prefix)).ok()?;
+        Some(WorkerUrl {
+            authority: name.authority,
+            server_name: name.server_name,
+            ..url
+        })
+    }
+
     /// Name or address, without brackets.
     pub fn host(&self) -> &str {
         &self.host
@@ -159,6 +184,16 @@ impl WorkerUrl {
         }
     }
 
+    /// The same for two that are equal.
+    pub fn canonical(&self) -> String {
+        let scheme = if self.server_name.is_some() {
+            "https"
+        } else {
+            "http"
+        };
+        format!("{scheme}://{}{}", self.host_and_port(), self.path_prefix)
+    }
+
     /// `""`, or `/prefix` without a trailing slash.
     pub fn path_prefix(&self) -> &Arc<str> {
         &self.path_prefix
@@ -170,7 +205,8 @@ impl PartialEq for WorkerUrl {
         self.host == other.host
             && self.port == other.port
             && self.path_prefix == other.path_prefix
-            && self.server_name == other.server_name
+            // The name follows from the host, or the host from it.
+            && self.server_name.is_some() == other.server_name.is_some()
     }
 }
 

@@ -18,7 +18,7 @@ use tokio::task::JoinSet;
 use tower::ServiceExt;
 
 use super::probe::Target;
-use super::registry::{AddError, Entry, Key, Rank, Registry};
+use super::registry::{AddError, Entry, Finder, Key, Rank, Registry};
 use super::{Plane, models, openapi, probe, reload as reloading, reply};
 use crate::config::{WorkerSpec, WorkerUrl};
 use crate::route::{KeySeed, Role, session_hash_of};
@@ -434,7 +434,7 @@ async fn add_and_wait(plane: &Arc<Plane>, spec: WorkerSpec) -> Result<Added, Box
         );
     }
     let mut changes = plane.changes.subscribe();
-    let key = match plane.add(spec, true) {
+    let key = match plane.add(spec, Finder::Api) {
         Ok(key) => key,
         Err(AddError::Exists) => {
             return refuse(
@@ -568,6 +568,8 @@ fn describe(plane: &Plane, registry: &Registry, entry: &Entry, rank: &Rank) -> V
         "priority": 50,
         "cost": 1.0,
     });
+    let sources = entry.finders.all().map(Finder::label);
+    fields["sources"] = sources.collect::<Vec<_>>().into();
     if let Some(port) = entry.bootstrap_port {
         fields["bootstrap_port"] = port.into();
     }

@@ -15,6 +15,7 @@ use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::registry::Registry;
 use shards::HistogramSnapshot;
 
+use super::discovery::Discovery;
 use super::kv::SourceView;
 use super::standing::Standing;
 use super::{Plane, WorkerView, admin_port, reply};
@@ -92,10 +93,11 @@ impl Collector for Scrape {
         self.tree(&mut out)?;
         self.kv(&mut out)?;
         self.reloads(&mut out)?;
+        self.discovery(&mut out)?;
         if self.0.shared.config().pd.is_some() {
             self.pd(&mut out)?;
             self.pd_workers(&mut out, &workers)?;
-            self.discovery(&mut out)?;
+            self.registrations(&mut out)?;
         }
         self.connections(&mut out)
     }
@@ -513,17 +515,56 @@ impl Scrape {
         )
     }
 
-    /// Engines that register themselves.
+    /// Where workers come from, and what looking for them has seen.
     fn discovery(&self, out: &mut Families) -> fmt::Result {
+        let counts = self.0.registry().count_by_finder();
+        out.gauges(
+            "corelane_workers_by_source",
+            "Registered workers, by who says that they are there; one that several say so of counts for each",
+            counts
+                .into_iter()
+                .map(|(finder, count)| ([("source", finder.label().into())], count as u64)),
+        )?;
+        let config = self.0.shared.config();
+        let all = |read: fn(&super::discovery::Stats) -> u64| {
+            Discovery::used(&config.discovery).map(move |finder| {
+                let stats = self.0.discovery.stats(finder);
+                ([("source", finder.label().into())], read(stats))
+            })
+        };
+        out.counters(
+            "corelane_discovery_workers_added",
+            "Workers that were found",
+            all(super::discovery::Stats::added),
+        )?;
+        out.counters(
+            "corelane_discovery_workers_removed",
+            "Workers that are found no more",
+            all(super::discovery::Stats::removed),
+        )?;
+        out.counters(
+            "corelane_discovery_errors",
+            "Times that nothing could be found out, or a worker that was found not be registered",
+            all(super::discovery::Stats::errors),
+        )?;
+        out.gauges(
+            "corelane_discovery_last_success_timestamp_seconds",
+            "When it was known for the last time who is there; 0: never",
+            all(super::discovery::Stats::succeeded_at),
+        )
+    }
+
+    /// Engines that register themselves.
+    fn registrations(&self, out: &mut Families) -> fmt::Result {
         out.counter(
             "corelane_discovery_registrations",
             "Messages of engines that registered themselves",
-            self.0.discovery.registrations(),
+            self.0.registrations.registrations(),
         )?;
         out.counter(
             "corelane_discovery_refused",
             "Messages and peers at the discovery address that made no sense",
-            self.0.discovery.bad(),
+            self.0.registrations.bad(),
         )
     }
 

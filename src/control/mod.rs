@@ -1,8 +1,8 @@
 //! The control plane: one ordinary thread with a current-thread tokio runtime. Everything that is not per request.
 //!
 //! `registry` is the list of workers and writes the fleet; `watch` probes them (`health` judges, `probe` asks, `models`
-//! reads their lists, `ranks` their data-parallel ranks); `discovery` takes the registrations of engines (by `zmtp`), `mooncake` asks for
-//! their ids; `kv` follows their KV events; `admin` answers the admin paths that cores hand over (`exchange::paths` says which), or `admin_port` gets; `metrics` serves
+//! reads their lists, `ranks` their data-parallel ranks); `discovery` looks for them in a file, DNS and Kubernetes; `registration` takes
+//! those of engines that tell of themselves (by `zmtp`), `mooncake` asks for their ids; `kv` follows their KV events; `admin` answers the admin paths that cores hand over (`exchange::paths` says which), or `admin_port` gets; `metrics` serves
 //! Prometheus; `admission` tells when refused clients may come again; `drain` ends the process well; `reload` reads the
 //! config file again. It talks to the cores by the published fleet and by their inboxes; a core
 //! never waits for it. The registry's mutex is taken by this thread and by callers of [`Control`], never by a core.
@@ -21,6 +21,7 @@ mod mooncake;
 mod openapi;
 pub mod probe;
 mod ranks;
+mod registration;
 mod registry;
 mod reload;
 mod reply;
@@ -42,7 +43,7 @@ use crate::config::{Config, Keys, LogLevel, Source, WorkerSpec, WorkerUrl};
 use crate::route::Role;
 use crate::shared::{AdminRequest, Fleet, Shared};
 use drain::Drain;
-use registry::{AddError, Entry, Rank, Registered, Registration, Registry};
+use registry::{AddError, Entry, Finder, Rank, Registered, Registration, Registry};
 
 /// How often ended lives are looked at while there are any, and otherwise.
 const SWEEP_PAUSE_BUSY: Duration = Duration::from_millis(20);
@@ -62,7 +63,8 @@ pub(crate) struct Plane {
     changes: latest::Sender<u64>,
     /// Sent to probe all workers now.
     probe_now: latest::Sender<u64>,
-    discovery: discovery::Stats,
+    discovery: discovery::Discovery,
+    registrations: registration::Stats,
     kv: kv::Kv,
     reload: reload::Reload,
     /// Somebody says which workers are not ready.
@@ -84,10 +86,10 @@ impl Plane {
     fn add(
         self: &Arc<Self>,
         worker: impl Into<WorkerSpec>,
-        was_added: bool,
+        finder: Finder,
     ) -> Result<registry::Key, AddError> {
         let worker = worker.into();
-        let key = self.registry().add(worker, was_added)?;
+        let key = self.registry().add(worker, finder)?;
         self.watch(key);
         Ok(key)
     }
@@ -175,6 +177,13 @@ impl Plane {
         self.announce_change();
         is_removed
     }
+
+    /// Takes back what `finder` said of a worker. True: nobody else says that it is there, and it drains.
+    fn release(&self, key: registry::Key, finder: Finder) -> bool {
+        let is_removed = self.registry().release(key, finder);
+        self.announce_change();
+        is_removed
+    }
 }
 
 enum Order {
@@ -195,7 +204,7 @@ pub struct WorkerView {
     pub url: Arc<str>,
     /// What it does.
     pub role: Role,
-    /// `starting`, `ready`, `unhealthy`, `silent` (does not register any more) or `draining`; `failing`, `refused`,
+    /// `starting`, `ready`, `unhealthy`, `silent` (does not register any more), `not_ready` (its pod) or `draining`; `failing`, `refused`,
     /// `stalled` or `degraded` while it is out although its probes are good.
     pub state: &'static str,
     /// Where it counts in the books.
@@ -259,7 +268,8 @@ pub fn start(
         registry,
         changes: latest::channel(0).0,
         probe_now: latest::channel(0).0,
-        discovery: discovery::Stats::default(),
+        discovery: discovery::Discovery::default(),
+        registrations: registration::Stats::default(),
         kv: kv::Kv::default(),
         reload: reload::Reload::default(),
         is_reporting: AtomicBool::new(false),
@@ -269,7 +279,7 @@ pub fn start(
         .pd
         .as_ref()
         .and_then(|pd| pd.discovery_address.as_deref());
-    let discovery = discovery_text.map(discovery::bind).transpose()?;
+    let discovery = discovery_text.map(registration::bind).transpose()?;
     let discovery_address = discovery.as_ref().map(|listener| listener.local_addr());
     let discovery_address = discovery_address.transpose()?;
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -328,15 +338,16 @@ async fn run(
 ) {
     for worker in plane.shared.config().workers.clone() {
         let url = worker.url.clone();
-        if plane.add(worker, false).is_err() {
+        if plane.add(worker, Finder::Static).is_err() {
             tracing::error!(worker = %url, "worker not registered: no free slot");
         }
     }
     report_settings(&plane.shared.config());
+    discovery::start(&plane);
     tokio::spawn(watch::report_start(plane.clone()));
     tokio::spawn(kv::run(plane.clone()));
     if let Some(listener) = discovery {
-        tokio::spawn(discovery::run(plane.clone(), listener));
+        tokio::spawn(registration::run(plane.clone(), listener));
     }
     let admin = admin::Admin::new(plane.clone());
     let drain = Drain::new(plane.shared.clone());
@@ -382,7 +393,7 @@ async fn run(
                     let _ = done.send(drain::forward_signals(orders.clone()));
                 }
                 Some(Order::Add(worker, done)) => {
-                    let _ = done.send(plane.add(worker, true).map(|_| ()));
+                    let _ = done.send(plane.add(worker, Finder::Api).map(|_| ()));
                 }
             },
             _ = changes.changed() => {}
@@ -575,7 +586,8 @@ impl Control {
         let configured_count = self.plane.shared.config().workers.len();
         let mut entries = registry.workers().map(|(entry, _)| entry);
         let is_probing = entries.any(Entry::awaits_first_probe);
-        let is_lacking = configured_count > 0 && !registry.missing_roles().is_empty();
+        let awaits_workers = configured_count > 0 || self.plane.shared.config().discovery.is_on();
+        let is_lacking = awaits_workers && !registry.missing_roles().is_empty();
         (is_probing || is_lacking) && !self.thread.is_finished()
     }
 

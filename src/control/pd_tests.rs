@@ -645,8 +645,8 @@ fn engines_register_themselves() {
 fn a_discovery_address_that_is_taken_is_told() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let text = taken.local_addr().unwrap().to_string();
-    let error = discovery::bind(&text).unwrap_err().to_string();
+    let error = registration::bind(&text).unwrap_err().to_string();
     assert!(error.contains("--vllm-discovery-address"), "{error}");
-    assert!(discovery::bind("nonsense").is_err());
-    assert!(discovery::bind("tcp://127.0.0.1:0").is_ok());
+    assert!(registration::bind("nonsense").is_err());
+    assert!(registration::bind("tcp://127.0.0.1:0").is_ok());
 }

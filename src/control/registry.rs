@@ -16,10 +16,10 @@ use ahash::AHashSet;
 use shards::{Counter, Publisher, SLOT_COUNT_MAX, Slot, WorkerId};
 use tokio::time::Instant;
 
-use super::discovery::LEASE;
 use super::health::{Failure, Phase, Tracker, Verdict};
 use super::models::Model;
 use super::mooncake::EngineIds;
+use super::registration::LEASE;
 use super::standing::{Observation, Standing, Standings, Why};
 use super::totals::Totals;
 use crate::config::{BOOTSTRAP_PORT, Connector, Tls, WORKER_COUNT_MAX, WorkerSpec, WorkerUrl};
@@ -51,8 +51,8 @@ pub struct Entry {
     pub models: Vec<Model>,
     /// Why its last probe failed, while it is not ready.
     pub last_failure: Option<Failure>,
-    /// Added while running: dropped again if it does not become ready.
-    pub was_added: bool,
+    /// Who says that it is there.
+    pub finders: Finders,
     tracker: Tracker,
     good_count: u32,
     bad_count: u32,
@@ -183,7 +183,19 @@ impl Entry {
     }
 
     fn is_there(&self) -> bool {
-        self.lease.as_ref().is_none_or(|lease| lease.is_there)
+        self.finders.is_here() && !self.is_silent()
+    }
+
+    /// Ready but for what those who found it say.
+    fn is_resting(&self) -> bool {
+        !self.finders.is_here()
+            && !self.is_silent()
+            && self.phase() == Phase::Ready
+            && self.has_engine_ids()
+    }
+
+    fn is_silent(&self) -> bool {
+        self.lease.as_ref().is_some_and(|lease| !lease.is_there)
     }
 
     fn has_engine_ids(&self) -> bool {
@@ -200,10 +212,11 @@ impl Entry {
         }
     }
 
-    /// `starting`, `ready`, `unhealthy`, or `silent`: it does not register any more.
+    /// `starting`, `ready`, `unhealthy`, `silent`: it does not register any more, or `not_ready`: its pod says so.
     pub fn state(&self) -> &'static str {
         match self.phase() {
-            _ if !self.is_there() => "silent",
+            _ if self.is_silent() => "silent",
+            _ if !self.is_there() => "not_ready",
             Phase::Ready if !self.has_engine_ids() => "starting",
             Phase::Starting => "starting",
             Phase::Ready => "ready",
@@ -217,9 +230,10 @@ impl Entry {
             return None;
         }
         Some(match (self.phase(), self.last_failure) {
-            _ if !self.is_there() => {
+            _ if self.is_silent() => {
                 format!("has not registered for {} s", LEASE.as_secs())
             }
+            _ if !self.is_there() => "its pod is not ready".to_owned(),
             (Phase::Ready, _) => {
                 let why = self.engine_failure.as_deref().unwrap_or("not asked yet");
                 format!("engine id not known: {why}")
@@ -424,7 +438,7 @@ impl Registry {
     }
 
     /// Registers a worker; it gets requests after its first good probe.
-    pub fn add(&mut self, worker: impl Into<WorkerSpec>, was_added: bool) -> Result<Key, AddError> {
+    pub fn add(&mut self, worker: impl Into<WorkerSpec>, finder: Finder) -> Result<Key, AddError> {
         let WorkerSpec {
             url,
             role,
@@ -447,7 +461,7 @@ impl Registry {
             address: None,
             models: Vec::new(),
             last_failure: None,
-            was_added,
+            finders: Finders::of(finder),
             tracker: Tracker::new(&self.shared.config().health),
             good_count: 0,
             bad_count: 0,
@@ -510,7 +524,7 @@ impl Registry {
                     role: *role,
                     bootstrap_port: None,
                 };
-                self.add(spec, true)?;
+                self.add(spec, Finder::Registration)?;
                 tracing::info!(worker = %url, role = role.label(), "engine has registered itself");
                 self.entries.len() - 1
             }
@@ -990,6 +1004,7 @@ impl Registry {
             role: entry.role,
             models: number_of(&entry.models),
             is_ready: entry.is_ready(),
+            is_resting: entry.is_resting(),
             probes_good: u64::from(entry.good_count),
             probes_bad: u64::from(entry.bad_count),
             trials_good: sum(|stats| &stats.trials_good),
@@ -1139,7 +1154,9 @@ fn log_verdict(entry: &Entry, verdict: Verdict, is_new_life: bool) {
     }
 }
 
+mod finders;
 mod reload;
+pub use finders::{Finder, Finders};
 pub use reload::Plan;
 
 #[cfg(test)]

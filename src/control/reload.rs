@@ -10,6 +10,7 @@ use std::time::Duration;
 use http::StatusCode;
 use tokio::sync::{Mutex, watch};
 
+use super::registry::Finder;
 use super::{Plane, watch as watching};
 use crate::config::{Config, ConfigError, Keys, Loaded, LogLevel, Source, Stamp};
 
@@ -120,8 +121,7 @@ pub(super) async fn run(plane: &Arc<Plane>) -> Result<Report, Refusal> {
         Some(origin) => attempt(plane, origin).await,
         None if has_files(&plane.shared.config()) => renew_files(plane).await,
         None => {
-            let message =
-                "nothing to reload: started without --config, --client-api-keys-file or --tls-...";
+            let message = "nothing to reload: started without --config, --client-api-keys-file, --workers-file or --tls-...";
             tracing::warn!("{message}");
             return Err(Refusal::new("no_config_file", message.to_owned()));
         }
@@ -141,8 +141,12 @@ fn settle(plane: &Plane, result: &Result<Report, Refusal>) {
     }
 }
 
-/// Whether there are files beside the config file.
+/// Whether there are files beside the config file. That of workers is watched by `discovery::file`.
 fn has_files(config: &Config) -> bool {
+    has_watched_files(config) || config.discovery.file.is_some()
+}
+
+fn has_watched_files(config: &Config) -> bool {
     config.key_source.file().is_some() || config.tls_source.flags().next().is_some()
 }
 
@@ -155,7 +159,7 @@ pub(super) async fn watch_files(plane: Arc<Plane>) {
     loop {
         tokio::time::sleep(FILES_PAUSE).await;
         let config = plane.shared.config();
-        if !has_files(&config) {
+        if !has_watched_files(&config) {
             continue; // A reload may name one.
         }
         let held = (config.key_source.stamp(), config.tls_source.stamps());
@@ -185,6 +189,7 @@ async fn renew_files(plane: &Arc<Plane>) -> Result<Report, Refusal> {
     let read = move || {
         config.access = config.key_source.read()?;
         config.tls = config.tls_source.read(Some(&config.tls))?;
+        config.discovery.check_file(config.pd.is_some())?;
         Ok(config)
     };
     let invalid = |reason: String| Refusal::new("invalid_config", reason);
@@ -238,6 +243,7 @@ async fn attempt(plane: &Arc<Plane>, origin: &Origin) -> Result<Report, Refusal>
     let Loaded {
         mut config,
         keys: new_keys,
+        ..
     } = loaded;
     let mut changed = keys.changed(&new_keys);
     let old = plane.shared.config();
@@ -299,15 +305,16 @@ fn change_workers(plane: &Arc<Plane>, plan: super::registry::Plan) -> (Vec<Strin
     let (mut added, mut removed) = (Vec::new(), Vec::new());
     for key in plan.removed {
         let url = plane.registry().entry(key).map(|e| e.url.to_string());
-        removed.extend(url);
-        plane.remove(key);
+        if plane.release(key, Finder::Static) {
+            removed.extend(url);
+        }
     }
     for key in plan.adopted {
         plane.registry().adopt(key);
     }
     for worker in plan.added {
         let url = worker.url.to_string();
-        match plane.add(worker, false) {
+        match plane.add(worker, Finder::Static) {
             Ok(_) => added.push(url),
             Err(_) => tracing::error!(worker = url, "worker not registered: no free slot"),
         }

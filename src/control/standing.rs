@@ -49,8 +49,10 @@ pub struct Observation {
     pub role: Role,
     /// A number for the models it serves: how long answers take is compared only where these are the same.
     pub models: u64,
-    /// Whether its probes are good.
+    /// Whether it may get requests, as far as probes and those who found it say.
     pub is_ready: bool,
+    /// It may not only because they say so: its return is that of a worker that is well.
+    pub is_resting: bool,
     /// Good probes.
     pub probes_good: u64,
     /// Failed probes.
@@ -348,7 +350,11 @@ impl<K> Worker<K> {
         let is_same_life = seen.is_of_life(&before) && seen.role == before.role;
         if !seen.is_ready || !before.is_ready || !is_same_life {
             if self.was_ready {
+                let was_whole = matches!(self.state, State::Good { back: None });
                 self.begin_life(now);
+                if was_whole && (seen.is_resting || before.is_resting) {
+                    self.state = State::Good { back: None };
+                }
             }
             self.was_ready |= seen.is_ready;
             return;

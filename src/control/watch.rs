@@ -12,7 +12,7 @@ use super::health::{self, Failure, Phase};
 use super::models;
 use super::probe::{self, Target};
 use super::ranks;
-use super::registry::{Key, Probed};
+use super::registry::{Finder, Key, Probed};
 use crate::config::WorkerUrl;
 
 /// Time for a model list; it holds up a worker's first request, so shorter than most time limits of probes.
@@ -113,14 +113,14 @@ async fn probe(plane: &Plane, key: Key, target: &Target) -> Probed {
     }
 }
 
-/// Workers of the command line are waited for without end; added ones are dropped, as vllm-router does; the leases of
-/// those that registered themselves tell.
+/// Workers of the command line are waited for without end, and those found as long as they are found; added ones are
+/// dropped, as vllm-router does; the leases of those that registered themselves tell.
 fn is_overdue(plane: &Plane, key: Key, waited: Duration) -> bool {
     waited >= plane.shared.config().worker_startup_timeout
         && plane
             .registry()
             .entry(key)
-            .is_some_and(|entry| entry.was_added && !entry.has_lease())
+            .is_some_and(|entry| entry.finders.is_only(Finder::Api))
 }
 
 /// Says once that the first worker is ready, and who is not; repeats it while some are missing. One at a time: it speaks
@@ -136,7 +136,11 @@ pub(super) async fn report_start(plane: Arc<Plane>) {
 async fn report(plane: &Plane) {
     let total_count = plane.registry().entries().len();
     if total_count == 0 {
-        match &plane.shared.config().pd {
+        let config = plane.shared.config();
+        match &config.pd {
+            _ if config.discovery.is_on() => {
+                tracing::info!("no workers yet: discovery looks for them");
+            }
             None => tracing::warn!("no workers yet: add them with POST /add_worker?url="),
             Some(pd) if pd.discovery_address.is_some() => {
                 tracing::info!("no workers yet: engines register themselves");
@@ -209,13 +213,13 @@ fn missing(plane: &Plane) -> (usize, Vec<String>) {
 }
 
 /// Chance for the spread of probes; nothing depends on its quality.
-struct Dice {
+pub(super) struct Dice {
     state: RandomState,
     count: u64,
 }
 
 impl Dice {
-    fn new() -> Dice {
+    pub(super) fn new() -> Dice {
         Dice {
             state: RandomState::new(),
             count: 0,
@@ -223,7 +227,7 @@ impl Dice {
     }
 
     /// 0 to 1, 1 excluded.
-    fn roll(&mut self) -> f64 {
+    pub(super) fn roll(&mut self) -> f64 {
         self.count += 1;
         // 53 bits: what an f64 holds exactly.
         (self.state.hash_one(self.count) >> 11) as f64 / (1_u64 << 53) as f64

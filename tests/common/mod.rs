@@ -2,7 +2,9 @@
 //! this process. Everything on loopback, port 0.
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+pub mod dns;
 pub mod framing;
+pub mod kube;
 pub mod line;
 pub mod naive;
 pub mod pd;

@@ -329,6 +329,7 @@ fn changed_keys_are_those_whose_values_differ() {
 #[test]
 fn what_is_fixed_at_start_is_named() {
     let pd = "vllm-pd-disaggregation = true\n";
+    let pods = "service-discovery = true\nselector = [\"a=b\"]\n";
     let table = [
         ("", "host", "\"127.0.0.2\""),
         ("", "port", "31234"),
@@ -344,6 +345,8 @@ fn what_is_fixed_at_start_is_named() {
         ("", "vllm-pd-disaggregation", "true"),
         (pd, "kv-connector", "\"mooncake\""),
         (pd, "vllm-discovery-address", "\"127.0.0.1:0\""),
+        (pods, "service-discovery-port", "8000"),
+        (pods, "service-discovery-namespace", "\"llm\""),
     ];
     for (before, flag, value) in table {
         let one = load_with("", before).unwrap_or_else(|e| panic!("{e}"));
@@ -358,6 +361,12 @@ fn what_is_fixed_at_start_is_named() {
             "{flag}: {found:?}"
         );
     }
+    let of = |label| {
+        load(&format!(
+            "service-discovery = true\nselector = [\"{label}\"]"
+        ))
+    };
+    assert_eq!(of("a=b").fixed_differences(&of("a=c")), ["selector"]);
     // Cores: as many as there are but one, or this machine has no other number.
     let mut other = load("");
     other.core_count += 1;

@@ -1,9 +1,9 @@
 //! What another configuration changes about the workers.
 //!
-//! - F4 a reload takes away only workers that the configuration had brought: those added by an operator, and engines that
-//!   registered themselves, stay. It brings back nobody whom an operator removed, as long as the lists say the same of him.
+//! - F4 a reload takes away only workers that the configuration alone had brought: those added by an operator, engines that
+//!   registered themselves, and what discovery finds, stay. It brings back nobody whom an operator removed, as long as the lists say the same of him.
 
-use super::{Entry, Key, Registry};
+use super::{Entry, Finder, Key, Registry};
 use crate::config::{BOOTSTRAP_PORT, Config, WORKER_COUNT_MAX, WorkerSpec};
 use crate::route::Role;
 
@@ -12,7 +12,7 @@ use crate::route::Role;
 pub struct Plan {
     /// Listed no more.
     pub removed: Vec<Key>,
-    /// Added by an operator, and listed now: from now on the configuration's.
+    /// There already, and listed now: from now on the configuration's, and no more an operator's.
     pub adopted: Vec<Key>,
     /// Listed newly.
     pub added: Vec<WorkerSpec>,
@@ -26,14 +26,18 @@ impl Registry {
     pub fn plan(&self, old: &Config, new: &Config) -> Result<Plan, String> {
         let mut plan = Plan::default();
         for spec in old.workers.iter().filter(|&old| !new.workers.contains(old)) {
-            let entry = self.find(&spec.url).filter(|entry| !entry.was_added);
+            let entry = self
+                .find(&spec.url)
+                .filter(|entry| entry.finders.has(Finder::Static));
             plan.removed.extend(entry.map(|entry| entry.key));
         }
         for spec in new.workers.iter().filter(|&new| !old.workers.contains(new)) {
-            let stays = |entry: &&Entry| !plan.removed.contains(&entry.key);
+            let stays = |entry: &&Entry| {
+                !plan.removed.contains(&entry.key) || !entry.finders.is_only(Finder::Static)
+            };
             match self.find(&spec.url).filter(stays) {
                 None => plan.added.push(spec.clone()),
-                Some(entry) if !is_as_listed(entry, spec) => {
+                Some(entry) if !entry.is_as_listed(spec) => {
                     return Err(format!(
                         "worker {} is registered as another {} worker: remove it first",
                         spec.url,
@@ -53,6 +57,7 @@ impl Registry {
         let ranks = self.shared.config().data_parallel_size as usize;
         let wanted = plan.added.len() * ranks;
         let gone = plan.removed.iter().filter_map(|key| self.entry(*key));
+        let gone = gone.filter(|entry| entry.finders.is_only(Finder::Static));
         let gone: usize = gone.map(|entry| entry.ranks.len()).sum();
         if self.worker_count() + wanted > WORKER_COUNT_MAX + gone {
             return Err(format!(
@@ -80,11 +85,10 @@ impl Registry {
         }
     }
 
-    /// The configuration lists a worker that an operator had added.
+    /// The configuration lists a worker that an operator had added, or discovery had found.
     pub fn adopt(&mut self, key: Key) {
-        if let Some(entry) = self.entries.iter_mut().find(|entry| entry.key == key) {
-            entry.was_added = false;
-        }
+        self.claim(key, Finder::Static, true);
+        self.release(key, Finder::Api);
     }
 }
 
@@ -93,8 +97,11 @@ pub(super) fn rings(config: &Config) -> [bool; 3] {
     Role::ALL.map(|role| config.settings_of(role).policy.uses_ring())
 }
 
-fn is_as_listed(entry: &Entry, spec: &WorkerSpec) -> bool {
-    let port = spec.bootstrap_port.unwrap_or(BOOTSTRAP_PORT);
-    entry.role == spec.role
-        && (spec.role != Role::Prefill || entry.bootstrap_port == Some(port) || entry.has_lease())
+impl Entry {
+    /// Whether it is what a list says of its URL.
+    pub fn is_as_listed(&self, spec: &WorkerSpec) -> bool {
+        let port = spec.bootstrap_port.unwrap_or(BOOTSTRAP_PORT);
+        self.role == spec.role
+            && (spec.role != Role::Prefill || self.bootstrap_port == Some(port) || self.has_lease())
+    }
 }

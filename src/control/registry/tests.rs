@@ -29,7 +29,7 @@ fn rig(core_count: usize, slot_count: usize) -> Rig {
 impl Rig {
     fn add(&mut self, url: &str) -> Key {
         self.registry
-            .add(WorkerUrl::parse(url).unwrap(), false)
+            .add(WorkerUrl::parse(url).unwrap(), Finder::Static)
             .unwrap()
     }
 
@@ -201,7 +201,7 @@ fn removal_drains_and_the_same_url_can_come_back_at_once() {
     let guard = rig.guard(old);
     assert_eq!(
         rig.registry
-            .add(WorkerUrl::parse("http://a:1/").unwrap(), true),
+            .add(WorkerUrl::parse("http://a:1/").unwrap(), Finder::Api),
         Err(AddError::Exists)
     );
     assert!(rig.registry.remove(first) && !rig.registry.remove(first));
@@ -254,14 +254,14 @@ fn slots_are_reused_without_end() {
     let keys: Vec<Key> = (0..4).map(|n| rig.add(&format!("http://w{n}:1"))).collect();
     assert_eq!(
         rig.registry
-            .add(WorkerUrl::parse("http://x:1").unwrap(), true),
+            .add(WorkerUrl::parse("http://x:1").unwrap(), Finder::Api),
         Err(AddError::Full)
     );
     rig.registry.remove(keys[0]);
     rig.registry.sweep();
     assert_eq!(
         rig.registry
-            .add(WorkerUrl::parse("http://x:1").unwrap(), true),
+            .add(WorkerUrl::parse("http://x:1").unwrap(), Finder::Api),
         Err(AddError::Full)
     );
 }
@@ -463,7 +463,7 @@ fn a_plan_is_the_difference_of_two_lists() {
     let mut rig = rig(1, 16);
     let keys = ["http://a:1", "http://b:1"].map(|url| rig.add(url));
     let by_operator = WorkerUrl::parse("http://c:1").unwrap();
-    let by_operator = rig.registry.add(by_operator, true).unwrap();
+    let by_operator = rig.registry.add(by_operator, Finder::Api).unwrap();
     let registered = Registration {
         role: Role::Regular,
         url: WorkerUrl::parse("http://d:1").unwrap(),

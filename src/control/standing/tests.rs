@@ -31,6 +31,7 @@ impl Feed {
             role,
             models: 0,
             is_ready: true,
+            is_resting: false,
             probes_good: 1,
             probes_bad: 0,
             trials_good: 0,
@@ -506,6 +507,26 @@ fn a_worker_refused_again_and_again_between_good_probes_is_failing() {
 }
 
 // Slow start.
+
+#[test]
+fn who_rested_because_he_was_told_to_has_his_share_at_once() {
+    let rest = |feed: &mut Feed| {
+        (feed.of(0).is_ready, feed.of(0).is_resting) = (false, true);
+        feed.run(30.0, |_| {});
+        (feed.of(0).is_ready, feed.of(0).is_resting) = (true, false);
+        feed.tick();
+    };
+    let mut feed = Feed::regular(2);
+    feed.tick();
+    rest(&mut feed);
+    assert_eq!(feed.standing(0), Standing::NEW);
+    // Not one who was out before.
+    feed.fail(0, 10);
+    feed.tick();
+    assert_eq!(feed.why(0), Some(Why::Failing));
+    rest(&mut feed);
+    assert_eq!(feed.standing(0), Standing::Good { share: 0.1 });
+}
 
 #[test]
 fn a_return_grows_to_its_share_and_a_start_has_it_at_once() {

@@ -118,7 +118,7 @@ pub(super) async fn run(plane: Arc<Plane>, listener: TcpListener) {
 }
 
 async fn serve(plane: Arc<Plane>, mut stream: TcpStream, peer: SocketAddr) {
-    let stats = &plane.discovery;
+    let stats = &plane.registrations;
     match tokio::time::timeout(HANDSHAKE_TIMEOUT, zmtp::shake_hands(&mut stream)).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => return stats.count_bad(peer, &error.to_string()),
