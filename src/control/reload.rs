@@ -238,6 +238,7 @@ async fn attempt(plane: &Arc<Plane>, origin: &Origin) -> Result<Report, Refusal>
     let Loaded {
         mut config,
         keys: new_keys,
+        ..
     } = loaded;
     let mut changed = keys.changed(&new_keys);
     let old = plane.shared.config();
