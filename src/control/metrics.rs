@@ -190,6 +190,19 @@ impl Scrape {
             }),
         )?;
         out.counter(
+            "vllm_router_embeddings",
+            "Embeddings that were answered well",
+            self.exchanges(Route::Embeddings, Outcome::Ok),
+        )?;
+        out.counters(
+            "vllm_router_embeddings_errors",
+            "Embeddings that were not, by what failed",
+            Outcome::ALL.into_iter().filter_map(|outcome| {
+                let labels = [("error_type", error_type(outcome)?.into())];
+                Some((labels, self.exchanges(Route::Embeddings, outcome)))
+            }),
+        )?;
+        out.counter(
             "vllm_router_retries",
             "Retries on another worker",
             self.sum(|s| s.retries.value()),
@@ -434,6 +447,23 @@ impl Scrape {
             "corelane_prefix_matched_bytes",
             "Of these, bytes it should hold",
             each(|w| w.matched_bytes),
+        )?;
+        out.counters(
+            "vllm_router_cb_outcomes",
+            "What the circuit breaker judges by; 4xx, 429 and 503 are neither",
+            workers.iter().flat_map(|worker| {
+                let outcomes = [
+                    ("success", worker.successes),
+                    ("failure", worker.failures + worker.errors),
+                ];
+                outcomes.map(|(outcome, count)| {
+                    let labels = [
+                        ("worker", Label::Shared(worker.url.clone())),
+                        ("outcome", outcome.into()),
+                    ];
+                    (labels, count)
+                })
+            }),
         )?;
         out.counters(
             "corelane_worker_failures",

@@ -223,6 +223,10 @@ pub struct WorkerView {
     pub matched_bytes: u64,
     /// Failed exchanges.
     pub failures: u64,
+    /// 5xx answers other than 503, which are no failed exchanges, and good answers.
+    pub errors: u64,
+    /// See above.
+    pub successes: u64,
     /// Why it is not ready.
     pub reason: Option<String>,
 }
@@ -665,6 +669,8 @@ fn view_of(
         prompt_bytes: totals.prompt_bytes,
         matched_bytes: totals.matched_bytes,
         failures: totals.failures,
+        errors: totals.errors,
+        successes: totals.successes,
         reason: None,
     }
 }

@@ -16,6 +16,10 @@ pub struct Totals {
     pub matched_bytes: u64,
     /// Failed exchanges.
     pub failures: u64,
+    /// 5xx answers other than 503.
+    pub errors: u64,
+    /// Good answers.
+    pub successes: u64,
 }
 
 impl Totals {
@@ -31,6 +35,8 @@ impl Totals {
                 prompt_bytes: stats.prompt_bytes.value(),
                 matched_bytes: stats.matched_bytes.value(),
                 failures: stats.failures.value(),
+                errors: stats.errors.value(),
+                successes: stats.successes.value(),
             });
         }
         sum
@@ -42,6 +48,8 @@ impl Totals {
         self.prompt_bytes += other.prompt_bytes;
         self.matched_bytes += other.matched_bytes;
         self.failures += other.failures;
+        self.errors += other.errors;
+        self.successes += other.successes;
     }
 
     /// What came on top of `base`.
@@ -51,6 +59,8 @@ impl Totals {
             prompt_bytes: self.prompt_bytes.saturating_sub(base.prompt_bytes),
             matched_bytes: self.matched_bytes.saturating_sub(base.matched_bytes),
             failures: self.failures.saturating_sub(base.failures),
+            errors: self.errors.saturating_sub(base.errors),
+            successes: self.successes.saturating_sub(base.successes),
         }
     }
 }
