@@ -96,6 +96,8 @@ fn log(level: LogLevel) -> impl Fn(LogLevel) + Send + Sync + 'static {
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
         .with_target(false)
+        // Who reads it may have gone (a pipe): a line is lost then, no thread.
+        .log_internal_errors(false)
         .with_filter_reloading();
     let filter = builder.reload_handle();
     builder.init();
