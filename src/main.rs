@@ -146,7 +146,11 @@ fn log(
     use std::io::IsTerminal;
     let (filter, handle) = reload::Layer::new(EnvFilter::new(filter_of(config.log_level)));
     let (file, guard) = log_file(config)?.unzip();
-    let layer = || tracing_subscriber::fmt::layer().with_target(false);
+    // Who reads it may have gone (a pipe): a line is lost then, no thread.
+    let layer = || {
+        let layer = tracing_subscriber::fmt::layer().with_target(false);
+        layer.log_internal_errors(false)
+    };
     tracing_subscriber::registry()
         .with(filter)
         .with(file.map(|file| layer().with_ansi(false).with_writer(file)))

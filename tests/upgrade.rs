@@ -453,6 +453,18 @@ async fn a_router_drains_when_the_process_that_started_it_is_killed() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_drains_though_nobody_reads_its_log_any_more() {
+    let mut router = command(None, &[], &["--port", "0", "--prometheus-port", "0"]);
+    let mut process = Process(router.spawn().expect("the router starts"));
+    let mut lines = BufReader::new(process.0.stderr.take().unwrap()).lines();
+    let is_listening = |line: std::io::Result<String>| line.unwrap().contains("listening");
+    assert!(lines.any(is_listening));
+    drop(lines);
+    process.terminate();
+    assert_eq!(process.end().await.code(), Some(0));
+}
+
 #[test]
 fn a_router_whose_starter_has_ended_does_not_start() {
     for (parent, why) in [("1", "has ended"), ("me", "no process number")] {
