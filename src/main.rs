@@ -146,16 +146,11 @@ fn log(
     use std::io::IsTerminal;
     let (filter, handle) = reload::Layer::new(EnvFilter::new(filter_of(config.log_level)));
     let (file, guard) = log_file(config)?.unzip();
-    // Who reads it may have gone (a pipe): a line is lost then, no thread.
-    let layer = || {
-        let layer = tracing_subscriber::fmt::layer().with_target(false);
-        layer.log_internal_errors(false)
-    };
     tracing_subscriber::registry()
         .with(filter)
-        .with(file.map(|file| layer().with_ansi(false).with_writer(file)))
+        .with(file.map(|file| lines().with_ansi(false).with_writer(file)))
         .with(
-            layer()
+            lines()
                 .with_ansi(io::stderr().is_terminal())
                 .with_writer(io::stderr),
         )
@@ -163,6 +158,12 @@ fn log(
     // It fails only when there is no log any more.
     let set_level = move |level: LogLevel| drop(handle.reload(EnvFilter::new(filter_of(level))));
     Ok((set_level, guard))
+}
+
+fn lines<S>() -> tracing_subscriber::fmt::Layer<S> {
+    let lines = tracing_subscriber::fmt::layer().with_target(false);
+    // Who reads it may have gone (a pipe): a line is lost then, no thread.
+    lines.log_internal_errors(false)
 }
 
 /// A file for each day; a thread writes it, so that a slow disk holds up nobody.

@@ -488,6 +488,7 @@ impl Sim {
                 fresh_bytes: 0,
                 role: worker.role,
                 is_ready: worker.is_ready,
+                is_resting: false,
                 probes_good: worker.probes_good,
                 probes_bad: worker.probes_bad,
                 trials_good: counts.trials_good,
