@@ -2,10 +2,10 @@
 
 mod common;
 
-use std::net::Ipv4Addr;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+#[cfg(feature = "dns")]
 use common::dns::{Dns, Record};
 use common::process::*;
 use common::{Client, File, Worker, chat, post};
@@ -255,8 +255,9 @@ async fn a_reload_may_name_another_file_or_none() {
 
 // ---- names ----
 
+#[cfg(feature = "dns")]
 fn a(last: u8) -> Record {
-    Record::A(Ipv4Addr::new(127, 0, 20, last))
+    Record::A([127, 0, 20, last].into())
 }
 
 #[cfg(feature = "dns")]

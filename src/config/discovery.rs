@@ -23,13 +23,14 @@ pub use names::{DnsName, RecordKind};
 #[command(next_help_heading = "Discovery")]
 #[allow(missing_docs, reason = "the comments of fields are the help texts")]
 pub struct DiscoveryArgs {
-    /// File with workers: a line is URL [role=regular|prefill|decode] [bootstrap-port=PORT], # begins a comment. It is read
-    /// again when it changes: who is new in it is added, who is no longer drains
+    /// File with workers: a line is a URL, then, if need be, role=prefill or role=decode and bootstrap-port=PORT; # begins a
+    /// comment. It is read again when it changes: who is new in it is added, who is no longer in it drains
     #[arg(long, value_name = "FILE")]
     #[arg(env = "CORELANE_WORKERS_FILE", hide_env = true)]
     pub workers_file: Option<PathBuf>,
-    /// Longest pause between two look-ups of a name given as dns+http://NAME:PORT or dnssrv+http://_SERVICE._tcp.NAME
-    /// (also https) among --worker-urls, --prefill or --decode; shorter if the answer's TTL is, at least 1 s
+    /// Longest pause between two look-ups of a name of DNS: one that stands among --worker-urls, --prefill or --decode behind
+    /// dns+http:// (NAME:PORT, its addresses) or dnssrv+http:// (_SERVICE._tcp.NAME, its SRV records), or with https. Shorter
+    /// if the answer's TTL is, at least 1 s
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     #[arg(value_parser = value_parser!(u64).range(1..=86_400), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_DNS_REFRESH_SECS", hide_env = true)]

@@ -65,6 +65,7 @@ impl Claims {
     }
 
     /// Whether there is somebody to call [`Claims::retry`] for.
+    #[cfg(feature = "kubernetes")]
     pub(super) fn has_refused(&self) -> bool {
         let mut all = self.held.values();
         all.any(|held| matches!(held.state, State::Refused(_)))

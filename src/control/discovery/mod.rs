@@ -9,6 +9,7 @@
 //! - D3 nobody waits for a worker: one that never answers its probes holds up no other.
 #![forbid(unsafe_code)]
 
+#[cfg(any(feature = "dns", feature = "kubernetes"))]
 mod backoff;
 mod claims;
 #[cfg(feature = "dns")]
@@ -28,6 +29,7 @@ use super::registry::Finder;
 use crate::config::DiscoveryConfig;
 
 /// How often it is tried again to add what was refused.
+#[cfg(any(feature = "dns", feature = "kubernetes"))]
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// What each way of finding workers has seen.
