@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 type Row = (&'static str, &'static str);
 
 #[rustfmt::skip]
-const ROWS: [Row; 43] = [
+const ROWS: [Row; 45] = [
     // ---- plain ----
     ("", r#"{"listen": "127.0.0.1:30000", "prometheus": "127.0.0.1:29000", "policy": "cache_aware", "cache_threshold": 0.3,
         "balance_abs_threshold": 64, "balance_rel_threshold": 1.5, "max_tree_size": 33554432, "max_payload_size": 536870912,
@@ -59,8 +59,15 @@ const ROWS: [Row; 43] = [
       --router-temperature 0.5 --kv-penalty-host 0.7 --kv-penalty-external 0.5 --kv-penalty-disk 0.2 \
       --kv-aware-session-affinity-ttl-secs 600",
         r#"{"kv": {"event_sources": 2, "router_temperature": 0.5, "penalty_host": 0.7, "penalty_external": 0.5,
-        "penalty_disk": 0.2}, "notices": ["kv-aware-session-affinity-ttl-secs"]}"#),
+        "penalty_disk": 0.2, "session_affinity_ttl_secs": 600}}"#),
     ("--kv-event-block-size 32", r#"{"policy": "cache_aware", "notices": ["kv-event-block-size"]}"#),
+    // ---- Kubernetes ----
+    ("--service-discovery --selector app=vllm tier=gpu --service-discovery-namespace inference --service-discovery-port 8000",
+        r#"{"workers": [], "discovery": {"kubernetes": {"namespace": "inference", "port": 8000,
+        "selectors": {"regular": "app=vllm,tier=gpu"}}}}"#),
+    ("--vllm-pd-disaggregation --service-discovery --prefill-selector app=vllm role=prefill --decode-selector app=vllm role=decode",
+        r#"{"discovery": {"kubernetes": {"namespace": null, "selectors": {"prefill": "app=vllm,role=prefill",
+        "decode": "app=vllm,role=decode"}}}}"#),
     // ---- prefill/decode ----
     ("--vllm-pd-disaggregation --prefill http://prefill1:8000 9000 --prefill http://prefill2:8000 \
       --decode http://decode1:8001 --decode http://decode2:8001 --policy cache_aware",

@@ -629,6 +629,7 @@ impl Config {
             "penalty_host": host,
             "penalty_external": external,
             "penalty_disk": disk,
+            "session_affinity_ttl_secs": self.kv.session_affinity_ttl_secs,
         })
     }
 
