@@ -648,7 +648,10 @@ impl Config {
         let access_log = self.access_log.map(Format::name);
         let log_dir = self.log_dir.as_ref().map(|path| path.display().to_string());
         [
-            ("worker_startup_timeout_secs", self.worker_startup_timeout.as_secs().into()),
+            (
+                "worker_startup_timeout_secs",
+                self.worker_startup_timeout.as_secs().into(),
+            ),
             (
                 "worker_startup_check_interval",
                 self.worker_startup_check_interval.as_secs().into(),

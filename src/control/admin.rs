@@ -147,7 +147,9 @@ pub(super) fn routes() -> Vec<(&'static str, MethodRouter<Arc<Plane>>)> {
 pub(super) fn router(plane: Arc<Plane>) -> Router {
     let routes = routes().into_iter();
     routes
-        .fold(Router::new(), |router, (path, methods)| router.route(path, methods))
+        .fold(Router::new(), |router, (path, methods)| {
+            router.route(path, methods)
+        })
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::disable())

@@ -56,35 +56,100 @@ const URL: (&str, bool, &str) = ("url", true, "the worker's URL, http://host:por
 const NEW_WORKER: &[(&str, bool, &str)] = &[
     URL,
     ("worker_type", false, "regular, prefill or decode"),
-    ("bootstrap_port", false, "of a prefill worker: its Mooncake bootstrap port"),
+    (
+        "bootstrap_port",
+        false,
+        "of a prefill worker: its Mooncake bootstrap port",
+    ),
 ];
-const NO_URL: (u16, &str, &str) = (400, "Error", "missing_url, invalid_worker_url, or another that names what is wrong");
+const NO_URL: (u16, &str, &str) = (
+    400,
+    "Error",
+    "missing_url, invalid_worker_url, or another that names what is wrong",
+);
 const NOT_FOUND: (u16, &str, &str) = (404, "Error", "worker_not_found");
-const ADDED_SLOWLY: (u16, &str, &str) = (504, "Error", "worker_not_ready: it was not ready in time, and was not added");
+const ADDED_SLOWLY: (u16, &str, &str) = (
+    504,
+    "Error",
+    "worker_not_ready: it was not ready in time, and was not added",
+);
 const NO_ROOM: (u16, &str, &str) = (503, "Error", "draining, too_many_workers");
 const NO_WORKER: (u16, &str, &str) = (503, "Error", "no_available_workers");
 const NOT_READY: (u16, &str, &str) = (503, "Error", "no_workers, workers_unhealthy");
 
-const fn get(path: &'static str, id: &'static str, tag: Tag, summary: &'static str, answers: &'static [(u16, &'static str, &'static str)]) -> Operation {
-    Operation { method: "GET", path, id, tag, summary, query: NONE, body: None, answers }
+const fn get(
+    path: &'static str,
+    id: &'static str,
+    tag: Tag,
+    summary: &'static str,
+    answers: &'static [(u16, &'static str, &'static str)],
+) -> Operation {
+    Operation {
+        method: "GET",
+        path,
+        id,
+        tag,
+        summary,
+        query: NONE,
+        body: None,
+        answers,
+    }
 }
 
-const fn admin_post(path: &'static str, id: &'static str, summary: &'static str, query: &'static [(&'static str, bool, &'static str)], body: Option<&'static str>, answers: &'static [(u16, &'static str, &'static str)]) -> Operation {
-    Operation { method: "POST", path, id, tag: Tag::Admin, summary, query, body, answers }
+const fn admin_post(
+    path: &'static str,
+    id: &'static str,
+    summary: &'static str,
+    query: &'static [(&'static str, bool, &'static str)],
+    body: Option<&'static str>,
+    answers: &'static [(u16, &'static str, &'static str)],
+) -> Operation {
+    Operation {
+        method: "POST",
+        path,
+        id,
+        tag: Tag::Admin,
+        summary,
+        query,
+        body,
+        answers,
+    }
 }
 
 const fn inference(path: &'static str, id: &'static str, summary: &'static str) -> Operation {
     Operation {
-        method: "POST", path, id, tag: Tag::Inference, summary, query: NONE, body: Some("InferenceRequest"),
+        method: "POST",
+        path,
+        id,
+        tag: Tag::Inference,
+        summary,
+        query: NONE,
+        body: Some("InferenceRequest"),
         answers: &[
-            (200, "Any", "the worker's answer, as it comes; an event stream where the request asked for one"),
+            (
+                200,
+                "Any",
+                "the worker's answer, as it comes; an event stream where the request asked for one",
+            ),
             (400, "Error", "bad_framing, invalid_json"),
             (404, "Error", "model_not_found: no worker serves it"),
-            (408, "Error", "request_timeout: head or body did not come in time"),
+            (
+                408,
+                "Error",
+                "request_timeout: head or body did not come in time",
+            ),
             (413, "Error", "request_too_large (--max-payload-size)"),
-            (429, "Error", "too_many_requests, queue_bytes_full; with Retry-After"),
+            (
+                429,
+                "Error",
+                "too_many_requests, queue_bytes_full; with Retry-After",
+            ),
             (502, "Error", "worker_failed, bad_answer"),
-            (503, "Error", "no_available_workers, queue_timeout, body_memory_full; with Retry-After"),
+            (
+                503,
+                "Error",
+                "no_available_workers, queue_timeout, body_memory_full; with Retry-After",
+            ),
             (504, "Error", "worker_timeout"),
         ],
     }
@@ -191,9 +256,9 @@ fn describe(operation: &Operation) -> Value {
         json!({"name": name, "in": "query", "required": is_required, "description": what, "schema": {"type": "string"}})
     }).collect();
     let in_path = operation.path.split(['{', '}']).skip(1).step_by(2);
-    parameters.extend(in_path.map(|name| {
-        json!({"name": name, "in": "path", "required": true, "schema": {"type": "string"}})
-    }));
+    parameters.extend(in_path.map(
+        |name| json!({"name": name, "in": "path", "required": true, "schema": {"type": "string"}}),
+    ));
     if !parameters.is_empty() {
         described["parameters"] = parameters.into();
     }
@@ -210,7 +275,11 @@ fn describe(operation: &Operation) -> Value {
 }
 
 fn answer(schema: &str, when: &str) -> Value {
-    let description = if when.is_empty() { "as described" } else { when };
+    let description = if when.is_empty() {
+        "as described"
+    } else {
+        when
+    };
     json!({"description": description, "content": content(schema)})
 }
 
@@ -252,21 +321,47 @@ fn schemas() -> Value {
     let any_object = || json!({"type": "object"});
     let role = || json!({"type": "string", "enum": ["regular", "prefill", "decode"]});
     let error = object(&[
-        ("message", text()), ("type", text()), ("param", text_or_null()), ("code", text()),
+        ("message", text()),
+        ("type", text()),
+        ("param", text_or_null()),
+        ("code", text()),
     ]);
-    let stats = object(&[("prefill_count", count()), ("decode_count", count()), ("regular_count", count())]);
+    let stats = object(&[
+        ("prefill_count", count()),
+        ("decode_count", count()),
+        ("regular_count", count()),
+    ]);
     let ending = object(&[("url", text()), ("worker_type", role()), ("load", count())]);
     let load = object(&[
-        ("worker", text()), ("worker_type", role()), ("load", count()), ("waiting", count()), ("active", count()),
-        ("waiting_bytes", count()), ("active_bytes", count()),
+        ("worker", text()),
+        ("worker_type", role()),
+        ("load", count()),
+        ("waiting", count()),
+        ("active", count()),
+        ("waiting_bytes", count()),
+        ("active_bytes", count()),
     ]);
     let worker = object(&[
-        ("url", text()), ("model_id", text()), ("models", list(text())), ("worker_type", role()), ("is_healthy", flag()),
-        ("state", text()), ("load", count()), ("connection_mode", text()), ("priority", count()),
-        ("cost", json!({"type": "number"})), ("bootstrap_port?", count()), ("dp_rank?", count()), ("dp_size?", count()),
+        ("url", text()),
+        ("model_id", text()),
+        ("models", list(text())),
+        ("worker_type", role()),
+        ("is_healthy", flag()),
+        ("state", text()),
+        ("load", count()),
+        ("connection_mode", text()),
+        ("priority", count()),
+        ("cost", json!({"type": "number"})),
+        ("bootstrap_port?", count()),
+        ("dp_rank?", count()),
+        ("dp_size?", count()),
         ("reason?", text()),
     ]);
-    let mut new_worker = object(&[("url", text()), ("worker_type?", role()), ("bootstrap_port?", json!({"type": ["integer", "string"]}))]);
+    let mut new_worker = object(&[
+        ("url", text()),
+        ("worker_type?", role()),
+        ("bootstrap_port?", json!({"type": ["integer", "string"]})),
+    ]);
     new_worker["description"] = "other fields are ignored, and named in the answer".into();
     let mut inference = object(&[("model?", text()), ("stream?", flag())]);
     inference["description"] = "sent on byte for byte; the worker says what else is in it".into();

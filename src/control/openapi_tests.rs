@@ -17,29 +17,53 @@ fn each_route_of_the_control_plane_is_described_with_its_methods_and_answers() {
     let worker = FakeWorker::start(MODEL);
     let mut rig = rig(&[&worker], |_| {});
     rig.ready(1);
-    let described = |path: &str, method: &str| OPERATIONS.iter().find(|o| o.path == path && o.method == method);
+    let described = |path: &str, method: &str| {
+        OPERATIONS
+            .iter()
+            .find(|o| o.path == path && o.method == method)
+    };
     for (path, _) in admin::routes() {
         let mut count = 0;
         for method in ["GET", "POST", "PUT", "PATCH", "DELETE"] {
             let (status, ..) = rig.ask(method, &path.replace("{url}", "x"), "");
-            assert_eq!(status != 405, described(path, method).is_some(), "{method} {path}: {status}");
+            assert_eq!(
+                status != 405,
+                described(path, method).is_some(),
+                "{method} {path}: {status}"
+            );
             if let Some(operation) = described(path, method) {
                 count += 1;
-                assert!(operation.answers.iter().any(|(told, ..)| *told == status), "{method} {path}: {status}");
+                assert!(
+                    operation.answers.iter().any(|(told, ..)| *told == status),
+                    "{method} {path}: {status}"
+                );
             }
         }
         assert!(count > 0, "{path}");
     }
     let served: Vec<&str> = admin::routes().iter().map(|(path, _)| *path).collect();
     for operation in OPERATIONS.iter().filter(|o| o.tag != Tag::Inference) {
-        assert!(served.contains(&operation.path), "{} is not served", operation.path);
+        assert!(
+            served.contains(&operation.path),
+            "{} is not served",
+            operation.path
+        );
     }
 }
 
 #[test]
 fn each_inference_endpoint_is_described() {
-    let told: BTreeSet<&str> = OPERATIONS.iter().filter(|o| o.body == Some("InferenceRequest")).map(|o| o.path).collect();
-    let is_served = |path: &str| matches!(endpoint(&Method::Post, path.as_bytes()), Endpoint::Inference(_));
+    let told: BTreeSet<&str> = OPERATIONS
+        .iter()
+        .filter(|o| o.body == Some("InferenceRequest"))
+        .map(|o| o.path)
+        .collect();
+    let is_served = |path: &str| {
+        matches!(
+            endpoint(&Method::Post, path.as_bytes()),
+            Endpoint::Inference(_)
+        )
+    };
     for path in &told {
         assert!(is_served(path), "{path}");
     }
@@ -47,7 +71,10 @@ fn each_inference_endpoint_is_described() {
         let label = route.label();
         let bare = label.strip_prefix("/v1").unwrap_or(label);
         for path in [label.to_owned(), bare.to_owned(), format!("/v1{bare}")] {
-            assert!(!is_served(&path) || told.contains(&*path), "{path} is not described");
+            assert!(
+                !is_served(&path) || told.contains(&*path),
+                "{path} is not described"
+            );
         }
     }
 }
@@ -81,7 +108,12 @@ fn faults(schema: &Value, value: &Value, place: &str, out: &mut Vec<String>) {
     let (Some(fields), Some(told)) = (value.as_object(), schema["properties"].as_object()) else {
         return;
     };
-    for name in schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+    for name in schema["required"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_str)
+    {
         if !fields.contains_key(name) {
             out.push(format!("{place}.{name} is missing"));
         }
@@ -108,24 +140,49 @@ fn answers_have_the_shapes_that_are_told() {
         ("GET", "/get_server_info", "/get_server_info", ""),
         ("GET", "/list_workers", "/list_workers", ""),
         ("GET", "/workers", "/workers", ""),
-        ("GET", "/workers/{url}", &format!("/workers/{}", url.replace(':', "%3A").replace('/', "%2F")), ""),
+        (
+            "GET",
+            "/workers/{url}",
+            &format!("/workers/{}", url.replace(':', "%3A").replace('/', "%2F")),
+            "",
+        ),
         ("GET", "/workers/{url}", "/workers/x", ""),
         ("POST", "/workers", "/workers", "{}"),
         ("GET", "/get_loads", "/get_loads", ""),
         ("POST", "/flush_cache", "/flush_cache", ""),
-        ("POST", "/finish_session", "/finish_session?session_id=a", ""),
+        (
+            "POST",
+            "/finish_session",
+            "/finish_session?session_id=a",
+            "",
+        ),
         ("POST", "/finish_session", "/finish_session", ""),
-        ("GET", "/scheduling/diagnostics", "/scheduling/diagnostics", ""),
+        (
+            "GET",
+            "/scheduling/diagnostics",
+            "/scheduling/diagnostics",
+            "",
+        ),
         ("POST", "/reload", "/reload", ""),
         ("DELETE", "/workers/{url}", "/workers/x", ""),
-        ("DELETE", "/workers/{url}", &format!("/workers/{}", url.replace(':', "%3A").replace('/', "%2F")), ""),
+        (
+            "DELETE",
+            "/workers/{url}",
+            &format!("/workers/{}", url.replace(':', "%3A").replace('/', "%2F")),
+            "",
+        ),
     ] {
         let (status, text, _) = rig.ask(method, target, body);
-        let operation = OPERATIONS.iter().find(|o| o.path == path && o.method == method).expect("described");
+        let operation = OPERATIONS
+            .iter()
+            .find(|o| o.path == path && o.method == method)
+            .expect("described");
         let answer = operation.answers.iter().find(|(told, ..)| *told == status);
-        let (_, schema, _) = answer.unwrap_or_else(|| panic!("{method} {target}: {status} is not told"));
+        let (_, schema, _) =
+            answer.unwrap_or_else(|| panic!("{method} {target}: {status} is not told"));
         let mut found = Vec::new();
-        let json: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{method} {target}: {e}: {text}"));
+        let json: Value = serde_json::from_str(&text)
+            .unwrap_or_else(|e| panic!("{method} {target}: {e}: {text}"));
         faults(&reference(schema), &json, schema, &mut found);
         assert!(found.is_empty(), "{method} {target}: {found:#?}");
         count += 1;
