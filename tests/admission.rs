@@ -475,6 +475,8 @@ async fn requests_begin_no_faster_than_their_rate_after_a_burst() {
     for n in 0..16 {
         clients.push(sent(&router, &format!("request {n}")).await);
     }
+    // Tokens that came while they were sent.
+    let further = began.elapsed().as_millis() as usize / 50 + 1;
     let mut statuses = Vec::new();
     for client in &mut clients {
         statuses.push(status(client).await);
@@ -483,8 +485,8 @@ async fn requests_begin_no_faster_than_their_rate_after_a_burst() {
     let good = statuses.iter().filter(|status| **status == 200).count();
     let refused = statuses.iter().filter(|status| **status == 429).count();
     assert_eq!(good + refused, 16, "{statuses:?}");
-    // The burst and those that wait; and one for each 50 ms that sending them all took.
-    assert!((12..=15).contains(&good), "{statuses:?}");
+    // The burst, and those that wait.
+    assert!((12..=12 + further).contains(&good), "{statuses:?}");
     // Of them all but the burst have waited for a token of their own.
     let least = Duration::from_millis(50 * (good as u64 - 4) - 50);
     assert!(took >= least, "{good} in {took:?}");

@@ -34,7 +34,7 @@ pub fn error(status: StatusCode, code: &str, message: &str) -> Response {
     };
     json(
         status,
-        &json!({"error": {"message": message, "type": kind, "code": code}}),
+        &json!({"error": {"message": message, "type": kind, "param": null, "code": code}}),
     )
 }
 
