@@ -2091,6 +2091,7 @@ fn a_request_waits_for_its_tokens_once_and_goes_on_whatever_comes() {
     assert_eq!(case.sim.dial_count, 1, "those are of the first request");
     case.tokens(Some(2));
     assert_eq!((case.sim.dial_count, case.sim.tokens_known), (2, Some(2)));
+    drop(case);
     // A client that leaves meanwhile leaves nothing behind.
     let mut case = bench.case(1, vec![chat_asked(0)]);
     case.sim.odds.tokens = 100;

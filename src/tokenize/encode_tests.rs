@@ -119,13 +119,14 @@ fn remembered_ids_are_those_of_the_whole() {
         "x",
     ];
     for (name, tokenizer) in tokenizers {
+        let (mut made, mut count) = (0, 0);
         for seed in 1..30 {
             let mut random = Random(seed);
             // So little memory that some is forgotten again.
             let encoder =
                 Encoder::new(tokenizer.clone(), if seed < 20 { BYTES } else { 4_000 }).unwrap();
             let mut text = String::new();
-            let (mut ids, mut made, mut count) = (Vec::new(), 0, 0);
+            let mut ids = Vec::new();
             for _ in 0..40 {
                 if random.below(12) == 0 {
                     text.truncate(text.char_indices().nth(20).map_or(0, |(at, _)| at));
@@ -139,9 +140,10 @@ fn remembered_ids_are_those_of_the_whole() {
                 count += ids.len();
                 assert_eq!(ids, whole.get_ids(), "{name}, seed {seed}: {text:?}");
             }
-            if name == "bytes" && seed < 20 {
-                assert!(made * 3 < count, "{made} of {count} made anew");
-            }
+        }
+        // Its special tokens are among the pieces.
+        if name == "bytes" {
+            assert!(made * 2 < count, "{made} of {count} made anew");
         }
     }
 }
