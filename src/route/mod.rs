@@ -28,6 +28,7 @@ mod scan;
 mod session;
 mod splice;
 mod tokens;
+mod wait;
 
 pub use candidates::{Candidates, RING_POINTS, name_of};
 pub use hashed::{Home, home_for_new};
@@ -51,3 +52,4 @@ pub use splice::{
     read_prefill_answer, write_decode, write_prefill, write_release,
 };
 pub use tokens::{BlockKeys, TOKEN_COUNT_MAX, block_chain, salt_of, token_ids};
+pub use wait::{Sample, Waits, expected_wait};
