@@ -22,6 +22,7 @@ fn main() -> ExitCode {
         Some(Command::Doctor) => doctor::run(),
         Some(Command::MockWorker(args)) => report(args.run()),
         Some(Command::Demo(args)) => demo(&args),
+        Some(Command::Sim(args)) => report(args.run()),
     }
 }
 

@@ -17,10 +17,19 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("listen", &["config", "ring"]),
         ("demo", &[]),
         ("route", &["shared"]),
+        ("sim", &["config", "control", "route"]),
         ("upstream", &["ring"]),
         (
             "config",
-            &["access", "access_log", "held", "route", "tls", "demo"],
+            &[
+                "access",
+                "access_log",
+                "held",
+                "route",
+                "tls",
+                "demo",
+                "sim",
+            ],
         ),
         ("doctor", &["config", "ring"]),
         (

@@ -49,6 +49,8 @@ pub enum Command {
     MockWorker(crate::demo::MockWorkerArgs),
     /// Say what this machine offers, what is missing, and how to enable it
     Doctor,
+    /// Simulate fleets: what another policy would do
+    Sim(crate::sim::SimArgs),
 }
 
 /// Flags of serving, by subject.

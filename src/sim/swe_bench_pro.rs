@@ -25,6 +25,8 @@
 //! | KV block | see [`speeds`] | the model is a hybrid: prefixes can be taken up only where a state was kept |
 //! | KV capacity | see [`speeds`] | what four accelerators of a node hold of such a model, and not so much that every worker could hold everybody |
 
+use std::fmt::Write as _;
+
 use serde_json::{Value, json};
 
 use super::engine::Speeds;
@@ -108,16 +110,6 @@ pub fn setup(policy: &str, thresholds: (u32, f64), rollouts: usize, seed: u64) -
     }
 }
 
-/// Runs the policies; by name.
-///
-/// # Errors
-/// A policy does not exist.
-pub fn compare(policies: &[String], count: usize, seed: u64) -> Result<Vec<Outcome>, String> {
-    let workload = rollouts(count).workload(seed);
-    let one = |policy: &String| run(&setup(policy, THRESHOLDS, count, seed), &workload);
-    policies.iter().map(one).collect()
-}
-
 /// The gate and the rule under other thresholds: ((abs, rel), outcome).
 ///
 /// # Errors
@@ -137,6 +129,30 @@ pub fn sweep(workload: &Workload, seed: u64) -> Result<Vec<((u32, f64), Outcome)
 /// The policies of the experiment.
 pub fn policies() -> Vec<String> {
     [FLEET_GATE, "cache_aware", EXPECTED_WAIT].map(String::from).into()
+}
+
+/// The figures beside the published ones, and the sweep.
+pub fn table(outcomes: &[Outcome], sweep: &[((u32, f64), Outcome)]) -> String {
+    let mut text = format!("{:<42}{HEAD}\n", "policy");
+    for outcome in outcomes {
+        let _ = writeln!(text, "{:<42}{}", outcome.policy, row(figures(outcome)));
+        let published = PUBLISHED.iter().find(|(name, _)| *name == outcome.policy);
+        if let Some((_, published)) = published {
+            let _ = writeln!(text, "{:<42}{}", "  published", row(*published));
+        }
+    }
+    for ((abs, rel), outcome) in sweep {
+        let name = format!("{} at {abs} and {rel}", outcome.policy);
+        let _ = writeln!(text, "{name:<42}{}", row(figures(outcome)));
+    }
+    text
+}
+
+const HEAD: &str = "  hit %  computed %  tokens/rollout  prefill queue  rollouts/min";
+
+fn row([hit, computed, tokens, queue, rollouts]: [f64; 5]) -> String {
+    let (hit, computed) = (hit * 100.0, computed * 100.0);
+    format!("{hit:>7.1}{computed:>12.1}{tokens:>16.0}{queue:>15.0}{rollouts:>14.1}")
 }
 
 /// The five figures, in the order of [`PUBLISHED`].

@@ -385,6 +385,7 @@ impl<'a> World<'a> {
         let tried = self.judge.as_mut().and_then(|judge| {
             judge.to_try(pool, now, |worker| books.in_flight(ids[worker].slot))
         });
+        let tried = tried.filter(|worker| !self.is_down[pool][*worker]);
         if let Some(request) = &mut self.requests[id] {
             request.is_trial[pool] = tried.is_some();
         }
