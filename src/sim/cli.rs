@@ -13,7 +13,7 @@ use super::swe_bench_pro as swe;
 use super::tally::Outcome;
 use super::trace::{self, Format};
 use super::world::{Setup, run};
-use super::{page, report};
+use super::{gray, page, report};
 use crate::route::Settings;
 
 /// What another policy would do: fleets of simulated workers behind the real policies and books.
@@ -28,6 +28,8 @@ enum SimCommand {
     /// The failure of the fleet-wide gate and its fix (vllm-project/router pull request 238): 4 prefill and 6 decode
     /// workers, 1,024 agentic rollouts at a time
     SweBenchPro(SweArgs),
+    /// A decode worker that stalls, or becomes fifty times slower, while its probes stay good: with detection and without
+    GrayFailures(GrayArgs),
     /// Replay a trace against policies
     Trace(TraceArgs),
     /// The names of all policies
@@ -47,6 +49,16 @@ struct SweArgs {
     sweep: bool,
     #[command(flatten)]
     output: OutputArgs,
+}
+
+#[derive(Args, Clone, Debug)]
+struct GrayArgs {
+    /// Print JSON instead of a table
+    #[arg(long)]
+    json: bool,
+    /// Of all that is left to chance: the same gives the same
+    #[arg(long, value_name = "NUMBER", default_value_t = 1)]
+    seed: u64,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -121,6 +133,14 @@ impl SimArgs {
         match &self.command {
             SimCommand::SweBenchPro(args) => args.run(),
             SimCommand::Trace(args) => args.run(),
+            SimCommand::GrayFailures(args) => {
+                let all = gray::tell(args.seed).map_err(io::Error::other)?;
+                match args.json {
+                    true => println!("{:#}", gray::json_of(&all)),
+                    false => print!("{}", gray::table(&all)),
+                }
+                Ok(())
+            }
             SimCommand::Policies => {
                 policy::names().for_each(|name| println!("{name}"));
                 Ok(())

@@ -112,6 +112,8 @@ struct Running {
     private: u64,
     /// Prompt tokens still to compute.
     left: u32,
+    /// Nobody wants its answer any more.
+    is_aborted: bool,
 }
 
 #[derive(Debug)]
@@ -264,6 +266,31 @@ impl Engine {
         self.joining.push(place);
     }
 
+    /// Takes a job back that has not begun. False: it has, or there is none.
+    pub fn abort(&mut self, id: usize) -> bool {
+        let before = self.waiting_count();
+        self.waiting.retain(|job| job.id != id);
+        self.to_fetch.retain(|job| job.id != id);
+        if self.waiting_count() < before {
+            return true;
+        }
+        let is_it = |slot: &Option<Running>| {
+            slot.as_ref().is_some_and(|running| running.job.id == id && !running.is_aborted)
+        };
+        let place = self.slots.iter().position(is_it);
+        let place = place.filter(|place| !self.has_begun(*place));
+        if let Some(running) = place.and_then(|place| self.slots[place].as_mut()) {
+            // Its blocks are given back when its KV has come and the engine looks at it again.
+            running.is_aborted = true;
+        }
+        place.is_some()
+    }
+
+    fn has_begun(&self, place: usize) -> bool {
+        let is_decoding = self.decoding.iter().any(|Reverse((_, other))| *other == place);
+        is_decoding || self.prefilling.contains(&place)
+    }
+
     /// Gives a job its blocks. `None`: no room now, and it stays first in line.
     fn admit(&mut self, job: Job) -> Option<(usize, u32)> {
         let block = self.speeds.kv_block_tokens;
@@ -290,7 +317,12 @@ impl Engine {
         let id = job.id;
         let left = job.prompt_tokens - cached;
         let is_decode = job.part == Part::Decode;
-        let place = self.place(Some(Running { job, private, left }));
+        let place = self.place(Some(Running {
+            job,
+            private,
+            left,
+            is_aborted: false,
+        }));
         if !is_decode {
             let cached_tokens = cached;
             self.said.push(Said::Began { id, cached_tokens });
@@ -412,9 +444,14 @@ impl Engine {
     }
 
     fn release(&mut self, place: usize) {
-        let Some(Running { job, private, .. }) = self.slots[place].take() else {
-            return;
-        };
+        if let Some(id) = self.free(place) {
+            self.said.push(Said::Done(id));
+        }
+    }
+
+    /// Gives back a place and its blocks; whose it was.
+    fn free(&mut self, place: usize) -> Option<usize> {
+        let Running { job, private, .. } = self.slots[place].take()?;
         self.free.push(place);
         let total = match job.part {
             Part::Prefill => job.prompt_tokens,
@@ -422,7 +459,7 @@ impl Engine {
         };
         let whole = job.blocks.len().min((total / self.speeds.kv_block_tokens) as usize);
         self.kv.unpin(&job.blocks[..whole], private);
-        self.said.push(Said::Done(job.id));
+        Some(job.id)
     }
 
     fn begin(&mut self, now: Ns) -> Option<Ns> {
@@ -430,7 +467,10 @@ impl Engine {
             return None;
         }
         for place in std::mem::take(&mut self.joining) {
-            if let Some(running) = &self.slots[place] {
+            let is_aborted = self.slots[place].as_ref().is_some_and(|running| running.is_aborted);
+            if is_aborted {
+                self.free(place);
+            } else if let Some(running) = &self.slots[place] {
                 let end = self.step + u64::from(running.job.output_tokens);
                 self.context += u64::from(running.job.prompt_tokens);
                 self.decoding.push(Reverse((end, place)));
@@ -548,7 +588,8 @@ impl Engine {
     pub fn restart(&mut self) -> Vec<usize> {
         let waiting = self.waiting.drain(..).chain(self.to_fetch.drain(..));
         let mut lost: Vec<usize> = waiting.map(|job| job.id).collect();
-        lost.extend(self.slots.iter().flatten().map(|running| running.job.id));
+        let running = self.slots.iter().flatten().filter(|running| !running.is_aborted);
+        lost.extend(running.map(|running| running.job.id));
         let mut new = Engine::new(self.speeds.clone());
         (new.turn, new.pace) = (self.turn + 1, self.pace);
         (new.computed_tokens, new.busy) = (self.computed_tokens, self.busy);

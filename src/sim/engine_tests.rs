@@ -119,3 +119,19 @@ fn a_stall_lasts_and_a_restart_loses_all() {
     lost.sort_unstable();
     assert_eq!((lost, engine.job_count(), engine.kv.used()), (vec![1, 2], 0, 0));
 }
+
+#[test]
+fn what_has_not_begun_can_be_taken_back() {
+    let mut engine = Engine::new(speeds());
+    engine.stall(0, ns(5.0));
+    engine.submit(job(1, Part::Decode, 160, 10));
+    assert_eq!(engine.fetch(0).len(), 1);
+    engine.submit(job(2, Part::Whole, 160, 10));
+    assert!(engine.abort(1) && engine.abort(2) && !engine.abort(1) && !engine.abort(3));
+    engine.fetched(0);
+    assert_eq!(run(&mut engine, ns(5.0)), []);
+    assert_eq!((engine.job_count(), engine.kv.pinned()), (0, 0));
+    engine.submit(job(4, Part::Whole, 160, 10));
+    engine.poke(ns(6.0)).unwrap();
+    assert!(!engine.abort(4));
+}

@@ -8,7 +8,7 @@ use shards::Load;
 use super::agenda::{Ns, ns};
 use super::content::TOKEN_BYTES;
 use crate::config::StandingConfig;
-use crate::control::standing::{Observation, Standing, Standings};
+use crate::control::standing::{Observation, Standing, Standings, Why};
 use crate::route::Role;
 
 /// The pause between two trials of a worker, as in the router.
@@ -137,6 +137,16 @@ impl Judge {
     /// Whether it gets no requests but trials.
     pub fn is_out(&self, pool: usize, worker: usize) -> bool {
         !matches!(self.standings.standing((pool, worker)), Standing::Good { .. })
+    }
+
+    /// Those that are out because they stall.
+    pub fn stalled(&self) -> Vec<(usize, usize)> {
+        let is_stalled = |place: &Place| {
+            let standing = self.standings.standing(*place);
+            matches!(standing, Standing::Out { why: Why::Stalled })
+        };
+        let places = self.seen.iter().map(|(place, _)| *place);
+        places.filter(is_stalled).collect()
     }
 
     /// A tick. `facts`: load, pieces and whether it is ready, by pool and worker. True: the fleet has changed.

@@ -13,6 +13,7 @@ mod cli;
 pub mod content;
 pub mod engine;
 mod formula;
+pub mod gray;
 mod judge;
 pub mod kv;
 mod page;

@@ -78,7 +78,7 @@ pub struct Ours {
 /// Names of all policies.
 pub fn names() -> impl Iterator<Item = &'static str> {
     let ours = PolicyKind::ALL.into_iter().filter(|kind| *kind != PolicyKind::KvAware);
-    let ours = ours.map(PolicyKind::name).filter(|name| *name != EXPECTED_WAIT);
+    let ours = ours.map(PolicyKind::name);
     let others = Kind::ALL.into_iter().map(Kind::name);
     [FLEET_GATE, EXPECTED_WAIT].into_iter().chain(ours).chain(others)
 }

@@ -84,6 +84,10 @@ pub struct Outcome {
     pub workers: Vec<Vec<WorkerSums>>,
     /// By time, pool and worker.
     pub series: Vec<(Ns, Vec<Vec<Point>>)>,
+    /// When sessions ended.
+    pub ends: Vec<Ns>,
+    /// Times detection took a worker out: when, and its pool and place.
+    pub outs: Vec<(Ns, (usize, usize))>,
     /// Events that were worked off.
     pub events: u64,
 }
@@ -242,6 +246,7 @@ impl Tally {
     pub fn session_done(&mut self, now: Ns) {
         self.queue(now, 0);
         self.sessions_done += 1;
+        self.outcome.ends.push(now);
         if self.is_open() {
             self.outcome.sessions += 1;
         }

@@ -238,6 +238,7 @@ impl<'a> World<'a> {
             }
         }
         assert_eq!(self.router.books.underflow_count(), 0, "nothing was given back twice");
+        self.tally.outcome.outs = self.judge.map_or_else(Vec::new, |judge| judge.outs);
         self.tally.close(self.agenda.now())
     }
 
@@ -602,6 +603,31 @@ impl<'a> World<'a> {
         }
     }
 
+    /// What waits for its first byte on a worker that stalls goes elsewhere, as the router sends it.
+    fn move_stalled(&mut self) {
+        let Some(judge) = &self.judge else { return };
+        for (pool, worker) in judge.stalled() {
+            for id in 0..self.requests.len() {
+                let Some(request) = &mut self.requests[id] else { continue };
+                let seat = request.seats.get(pool).and_then(Option::as_ref);
+                let is_there = seat.is_some_and(|seat| {
+                    self.router.pools[pool].index(seat.id.slot) == worker
+                });
+                if !is_there || request.has_first || !self.engines[pool][worker].abort(id) {
+                    continue;
+                }
+                let seats = std::mem::take(&mut request.seats);
+                let was_prefilled = std::mem::replace(&mut request.is_prefilled, false);
+                self.give_back(seats, was_prefilled);
+                if was_prefilled {
+                    self.tally.queue(self.agenda.now(), 1);
+                }
+                self.tally.outcome.resent += 1;
+                self.send(id);
+            }
+        }
+    }
+
     fn shut_out(&mut self, pool: usize) {
         let down = &self.is_down[pool];
         let judge = &self.judge;
@@ -622,6 +648,7 @@ impl<'a> World<'a> {
         if is_changed {
             (0..self.engines.len()).for_each(|pool| self.shut_out(pool));
         }
+        self.move_stalled();
         self.agenda.add(now + ns(JUDGE_S), Event::Judge);
     }
 
