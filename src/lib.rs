@@ -84,6 +84,8 @@ pub mod route;
 #[forbid(unsafe_code)]
 pub mod shared;
 #[forbid(unsafe_code)]
+pub mod sim;
+#[forbid(unsafe_code)]
 mod start;
 #[forbid(unsafe_code)]
 pub mod tls;

@@ -36,6 +36,7 @@ fn main() -> ExitCode {
         Some(Command::ConfigFromArgs(args)) => config_from_args(&args),
         Some(Command::MockWorker(args)) => report(args.run()),
         Some(Command::Demo(args)) => demo(&args),
+        Some(Command::Sim(args)) => report(args.run()),
     }
 }
 

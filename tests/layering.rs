@@ -18,6 +18,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("demo", &[]),
         ("route", &["shared"]),
         ("tokenize", &["route", "shared"]),
+        ("sim", &["config", "control", "route"]),
         ("upstream", &["ring"]),
         (
             "config",
@@ -29,6 +30,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
                 "tls",
                 "demo",
                 "tokenize",
+                "sim",
             ],
         ),
         ("doctor", &["config", "ring"]),

@@ -64,6 +64,8 @@ pub enum Command {
     CheckConfig(LineArgs),
     /// Write the file for --config that says what these flags say, vllm-router's or ours
     ConfigFromArgs(LineArgs),
+    /// Simulate fleets: what another policy would do
+    Sim(crate::sim::SimArgs),
 }
 
 /// A command line within the command line.

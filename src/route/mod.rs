@@ -28,6 +28,7 @@ mod scan;
 mod session;
 mod splice;
 mod tokens;
+mod wait;
 
 pub use candidates::{Candidates, RING_POINTS, name_of};
 pub use hashed::{Home, home_for_new};
@@ -53,3 +54,4 @@ pub use splice::{
 pub use tokens::{
     BlockKeys, TOKEN_COUNT_MAX, block_chain, is_text, request_chain, salt_of, token_ids,
 };
+pub use wait::{Sample, Waits, expected_wait};

@@ -152,6 +152,11 @@ pub trait Loads {
     fn waiting_bytes(&self, _slot: Slot) -> u64 {
         0
     }
+
+    /// How many these are.
+    fn waiting(&self, _slot: Slot) -> u32 {
+        0
+    }
 }
 
 impl Loads for Books {
@@ -162,6 +167,10 @@ impl Loads for Books {
 
     fn waiting_bytes(&self, slot: Slot) -> u64 {
         Books::load(self, slot).waiting_bytes
+    }
+
+    fn waiting(&self, slot: Slot) -> u32 {
+        Books::load(self, slot).waiting
     }
 }
 

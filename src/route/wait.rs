@@ -1,0 +1,260 @@
+//! `expected_wait`: the worker on which this prompt is computed soonest, in seconds; nothing to weigh or to tune.
+//!
+//! A prompt's wait on a worker is what waits there already, in bytes to compute and in requests, and its own bytes that
+//! the worker does not hold. What a byte and what a request cost there is learnt from requests whose first byte has come
+//! ([`Waits::observe`]), by least squares over the last hundred or so. So a worker with the prefix is kept for as long as
+//! its wait exceeds the shortest one by less than the prefix is worth; a worker that is slower, or becomes so, is worth
+//! less by itself. What cannot be told apart (a tenth, the error of the fit) is settled by requests in flight, then by lot.
+//!
+//! Before anything is known it chooses as `cache_aware`. A worker of which nothing is known counts as the mean of the
+//! others. Owned by one core, which learns from the requests it sent itself.
+
+use shards::Slot;
+
+use super::candidates::Candidates;
+use super::key::bytes_of_blocks;
+use super::policy::{Decision, Found, Key, Loads, PolicyKind, Prefixes, Settings, Turn, decide};
+use super::reason::Reason;
+
+/// What an older sample weighs at each new one: the last hundred count.
+const DECAY: f64 = 0.99;
+/// Samples before a worker's costs are believed.
+const SAMPLES_MIN: u32 = 8;
+/// Levels of matches that are looked at: holders of the longest, of the next shorter one, and so on.
+const LEVELS_MAX: usize = 4;
+/// Waits that differ by less than this share, or this many seconds, are equal.
+const TOLERANCE: f64 = 0.1;
+const TOLERANCE_S: f64 = 0.001;
+
+/// What was ahead of a request, itself counted, and how long its first byte took.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sample {
+    /// Bytes to compute.
+    pub bytes: u64,
+    /// Requests.
+    pub requests: u32,
+    /// Seconds from the choice to the first byte.
+    pub seconds: f64,
+}
+
+/// Decayed sums of one worker's samples, in units that keep them alike: MB and tens of requests.
+#[derive(Clone, Copy, Debug, Default)]
+struct Fit {
+    count: u32,
+    bytes2: f64,
+    cross: f64,
+    requests2: f64,
+    bytes_s: f64,
+    requests_s: f64,
+}
+
+const BYTES_UNIT: f64 = 1e6;
+const REQUESTS_UNIT: f64 = 10.0;
+
+impl Fit {
+    fn add(&mut self, sample: Sample) {
+        let bytes = sample.bytes as f64 / BYTES_UNIT;
+        let requests = f64::from(sample.requests) / REQUESTS_UNIT;
+        for (sum, product) in [
+            (&mut self.bytes2, bytes * bytes),
+            (&mut self.cross, bytes * requests),
+            (&mut self.requests2, requests * requests),
+            (&mut self.bytes_s, bytes * sample.seconds),
+            (&mut self.requests_s, requests * sample.seconds),
+        ] {
+            *sum = *sum * DECAY + product;
+        }
+        self.count += 1;
+    }
+
+    /// Seconds of a unit of bytes and of a unit of requests. Neither is negative.
+    fn costs(&self) -> Option<(f64, f64)> {
+        if self.count < SAMPLES_MIN {
+            return None;
+        }
+        let determinant = self.bytes2 * self.requests2 - self.cross * self.cross;
+        // Where one only repeats the other they cannot be told apart.
+        if determinant > 1e-3 * self.bytes2 * self.requests2 {
+            let bytes = (self.bytes_s * self.requests2 - self.requests_s * self.cross) / determinant;
+            let requests = (self.requests_s * self.bytes2 - self.bytes_s * self.cross) / determinant;
+            if bytes >= 0.0 && requests >= 0.0 {
+                return Some((bytes, requests));
+            }
+            if bytes < 0.0 {
+                return Some((0.0, self.requests_s / self.requests2));
+            }
+        }
+        (self.bytes2 > 0.0).then(|| (self.bytes_s / self.bytes2, 0.0))
+    }
+}
+
+/// What one core has learnt of the workers' waits.
+#[derive(Clone, Debug, Default)]
+pub struct Waits {
+    /// By slot.
+    fits: Vec<Fit>,
+    costs: Vec<Option<(f64, f64)>>,
+    /// The mean of those known.
+    mean: Option<(f64, f64)>,
+}
+
+impl Waits {
+    /// A first byte has come.
+    pub fn observe(&mut self, slot: Slot, sample: Sample) {
+        let index = slot.index();
+        if index >= self.fits.len() {
+            self.fits.resize(index + 1, Fit::default());
+            self.costs.resize(index + 1, None);
+        }
+        self.fits[index].add(sample);
+        self.costs[index] = self.fits[index].costs();
+        self.sum_up();
+    }
+
+    /// Another incarnation stands in this slot.
+    pub fn forget(&mut self, slot: Slot) {
+        if let Some(fit) = self.fits.get_mut(slot.index()) {
+            *fit = Fit::default();
+            self.costs[slot.index()] = None;
+            self.sum_up();
+        }
+    }
+
+    fn sum_up(&mut self) {
+        let known = self.costs.iter().flatten();
+        let (count, bytes, requests) = known.fold((0.0, 0.0, 0.0), |(count, bytes, requests), cost| {
+            (count + 1.0, bytes + cost.0, requests + cost.1)
+        });
+        self.mean = (count > 0.0).then(|| (bytes / count, requests / count));
+    }
+
+    /// Seconds that bytes and requests take on a worker. `None`: nothing is known of any.
+    pub fn seconds(&self, slot: Slot, bytes: u64, requests: u32) -> Option<f64> {
+        let own = self.costs.get(slot.index()).copied().flatten();
+        let (byte, request) = own.or(self.mean)?;
+        Some(bytes as f64 / BYTES_UNIT * byte + f64::from(requests) / REQUESTS_UNIT * request)
+    }
+}
+
+/// A worker that may be chosen.
+#[derive(Clone, Copy)]
+struct Entrant {
+    slot: Slot,
+    blocks: usize,
+    load: u32,
+    seconds: f64,
+}
+
+/// Chooses a worker. The rules of [`decide`] hold; [`Decision::new_tokens`] is what it has to compute.
+#[allow(clippy::too_many_arguments, reason = "those of `decide`, and what was learnt")]
+pub fn expected_wait<P: Prefixes, L: Loads>(
+    settings: &Settings,
+    waits: &Waits,
+    key: Option<(&P, u64)>,
+    candidates: &Candidates,
+    exclude: &[Slot],
+    loads: &L,
+    turn: &mut Turn,
+    scratch: &mut Vec<Slot>,
+) -> Option<Decision> {
+    let length_bytes = key.map_or(0, |(_, length)| length);
+    let Some((prefixes, _)) = key.filter(|_| waits.mean.is_some()) else {
+        return as_cache_aware(settings, key, candidates, exclude, loads, turn, scratch);
+    };
+    let accept = |slot: Slot| candidates.contains(slot) && !exclude.contains(&slot);
+    let entrant = |slot: Slot, blocks: usize| {
+        let own = length_bytes.saturating_sub(bytes_of_blocks(blocks));
+        let bytes = loads.waiting_bytes(slot) + own;
+        let seconds = waits.seconds(slot, bytes, loads.waiting(slot) + 1)?;
+        let load = loads.load(slot);
+        Some(Entrant { slot, blocks, load, seconds })
+    };
+    let mut best = Best::default();
+    scratch.clear();
+    for _ in 0..LEVELS_MAX {
+        let Some(found) = prefixes.find(|slot| accept(slot) && !scratch.contains(&slot)) else {
+            break;
+        };
+        // A prefix of the whole fleet has many holders: the least of the others is found below.
+        let from = scratch.len();
+        let new = found.holders().filter(|slot| accept(*slot) && !scratch.contains(slot));
+        let new: [Option<Slot>; 32] = {
+            let mut some = [None; 32];
+            some.iter_mut().zip(new).for_each(|(place, slot)| *place = Some(slot));
+            some
+        };
+        scratch.extend(new.into_iter().flatten());
+        for slot in &scratch[from..] {
+            best.offer(entrant(*slot, found.blocks()), turn);
+        }
+    }
+    for slot in candidates.slots() {
+        if accept(*slot) && !scratch.contains(slot) {
+            best.offer(entrant(*slot, 0), turn);
+        }
+    }
+    let best = best.0?;
+    let reason = match best.blocks {
+        0 => Reason::LeastCostCold,
+        _ => Reason::LeastCostWarm,
+    };
+    let new_bytes = length_bytes.saturating_sub(bytes_of_blocks(best.blocks));
+    Some(Decision {
+        slot: best.slot,
+        seen: best.load,
+        reason,
+        matched_blocks: best.blocks,
+        new_tokens: Some(new_bytes.div_ceil(super::TOKEN_BYTES as u64)),
+    })
+}
+
+fn as_cache_aware<P: Prefixes, L: Loads>(
+    settings: &Settings,
+    key: Option<(&P, u64)>,
+    candidates: &Candidates,
+    exclude: &[Slot],
+    loads: &L,
+    turn: &mut Turn,
+    scratch: &mut Vec<Slot>,
+) -> Option<Decision> {
+    let settings = Settings {
+        policy: PolicyKind::CacheAware,
+        ..*settings
+    };
+    let key = key.map_or(Key::None, |(prefixes, length)| Key::Prefix(prefixes, length));
+    decide(&settings, key, candidates, exclude, loads, turn, scratch)
+}
+
+/// The best so far, and how many were as good.
+#[derive(Default)]
+struct Best(Option<Entrant>, usize);
+
+impl Best {
+    fn offer(&mut self, entrant: Option<Entrant>, turn: &mut Turn) {
+        let Some(new) = entrant else { return };
+        let Some(old) = self.0 else {
+            *self = Best(Some(new), 1);
+            return;
+        };
+        let slack = TOLERANCE_S.max(TOLERANCE * old.seconds.min(new.seconds));
+        let is_equal = (new.seconds - old.seconds).abs() <= slack;
+        // Among equals what is warm stays so, then load, then chance.
+        let rank = |entrant: Entrant| (entrant.load, usize::MAX - entrant.blocks);
+        if !is_equal {
+            if new.seconds < old.seconds {
+                *self = Best(Some(new), 1);
+            }
+        } else if rank(new) < rank(old) {
+            *self = Best(Some(new), 1);
+        } else if rank(new) == rank(old) {
+            self.1 += 1;
+            if turn.rng.below(self.1) == 0 {
+                self.0 = Some(new);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "wait_tests.rs"]
+mod tests;

@@ -1,0 +1,258 @@
+//! `corelane sim`: the flags, and what each subcommand prints.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Subcommand, value_parser};
+use serde_json::{Map, json};
+
+use super::engine::Speeds;
+use super::policy;
+use super::swe_bench_pro as swe;
+use super::tally::Outcome;
+use super::trace::{self, Format};
+use super::world::{Setup, run};
+use super::{gray, page, report};
+use crate::route::Settings;
+
+/// What another policy would do: fleets of simulated workers behind the real policies and books.
+#[derive(Args, Clone, Debug)]
+pub struct SimArgs {
+    #[command(subcommand)]
+    command: SimCommand,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+enum SimCommand {
+    /// The failure of the fleet-wide gate and its fix (vllm-project/router pull request 238): 4 prefill and 6 decode
+    /// workers, 1,024 agentic rollouts at a time
+    SweBenchPro(SweArgs),
+    /// A decode worker that stalls, or becomes fifty times slower, while its probes stay good: with detection and without
+    GrayFailures(GrayArgs),
+    /// Replay a trace against policies
+    Trace(TraceArgs),
+    /// The names of all policies
+    Policies,
+}
+
+#[derive(Args, Clone, Debug)]
+struct SweArgs {
+    /// Policies to compare
+    #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    policies: Vec<String>,
+    /// Rollouts in all; figures are taken while 1,024 run, so three times that is well
+    #[arg(long, value_name = "COUNT", default_value_t = 3072, value_parser = value_parser!(u32).range(3..=100_000))]
+    rollouts: u32,
+    /// Compare the gate and the rule under the thresholds 4/1.1, 32/1.5 and 64/1.5, too
+    #[arg(long)]
+    sweep: bool,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+#[derive(Args, Clone, Debug)]
+struct GrayArgs {
+    /// Print JSON instead of a table
+    #[arg(long)]
+    json: bool,
+    /// Of all that is left to chance: the same gives the same
+    #[arg(long, value_name = "NUMBER", default_value_t = 1)]
+    seed: u64,
+}
+
+#[derive(Args, Clone, Debug)]
+struct TraceArgs {
+    /// The trace
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Its format
+    #[arg(long, value_enum)]
+    format: Format,
+    /// Policies to compare
+    #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    #[arg(default_values_t = ["cache_aware".to_string(), "expected_wait".to_string(), "least_loaded".to_string()])]
+    policies: Vec<String>,
+    /// Workers; prefill workers with --decode-workers
+    #[arg(long, value_name = "COUNT", default_value_t = 8, value_parser = value_parser!(u16).range(1..=1024))]
+    workers: u16,
+    /// Decode workers; 0: not disaggregated
+    #[arg(long, value_name = "COUNT", default_value_t = 0, value_parser = value_parser!(u16).range(..=1024))]
+    decode_workers: u16,
+    /// How many times as fast as it was recorded
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = factor)]
+    speed_up: f64,
+    /// Sessions at a time; 0: each begins at its time
+    #[arg(long, value_name = "COUNT", default_value_t = 0)]
+    concurrency: usize,
+    /// Prompt tokens a second that a worker computes
+    #[arg(long, value_name = "TOKENS/S", default_value_t = Speeds::default().prefill_tokens_per_s, value_parser = factor)]
+    prefill_tps: f64,
+    /// Tokens of KV cache of a worker
+    #[arg(long, value_name = "TOKENS", default_value_t = Speeds::default().kv_tokens)]
+    kv_tokens: u64,
+    /// --balance-abs-threshold of the router
+    #[arg(long, value_name = "COUNT", default_value_t = Settings::default().balance_abs_threshold)]
+    balance_abs_threshold: u32,
+    /// --balance-rel-threshold of the router
+    #[arg(long, value_name = "RATIO", default_value_t = Settings::default().balance_rel_threshold)]
+    balance_rel_threshold: f64,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+#[derive(Args, Clone, Debug)]
+struct OutputArgs {
+    /// Print JSON instead of a table
+    #[arg(long)]
+    json: bool,
+    /// Write each worker's load over time
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+    /// Write a page of plots
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Of all that is left to chance: the same gives the same
+    #[arg(long, value_name = "NUMBER", default_value_t = 1)]
+    seed: u64,
+}
+
+fn factor(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value > 0.0 && value.is_finite() => Ok(value),
+        _ => Err("a number above 0".to_string()),
+    }
+}
+
+impl SimArgs {
+    /// Runs it; prints on standard output.
+    ///
+    /// # Errors
+    /// A file cannot be read or written, a policy does not exist, the seats of a worker are too few for the trace.
+    pub fn run(&self) -> io::Result<()> {
+        match &self.command {
+            SimCommand::SweBenchPro(args) => args.run(),
+            SimCommand::Trace(args) => args.run(),
+            SimCommand::GrayFailures(args) => {
+                let all = gray::tell(args.seed).map_err(io::Error::other)?;
+                match args.json {
+                    true => println!("{:#}", gray::json_of(&all)),
+                    false => print!("{}", gray::table(&all)),
+                }
+                Ok(())
+            }
+            SimCommand::Policies => {
+                policy::names().for_each(|name| println!("{name}"));
+                Ok(())
+            }
+        }
+    }
+}
+
+impl SweArgs {
+    fn run(&self) -> io::Result<()> {
+        let policies = match self.policies.is_empty() {
+            true => swe::policies(),
+            false => self.policies.clone(),
+        };
+        let seed = self.output.seed;
+        let count = self.rollouts as usize;
+        let workload = swe::rollouts(count).workload(seed);
+        let one = |policy: &String| {
+            let setup = swe::setup(policy, swe::THRESHOLDS, count, seed);
+            run(&setup, &workload).map_err(io::Error::other)
+        };
+        let outcomes: Vec<Outcome> = policies.iter().map(one).collect::<io::Result<_>>()?;
+        let sweep = match self.sweep {
+            true => swe::sweep(&workload, seed).map_err(io::Error::other)?,
+            false => Vec::new(),
+        };
+        if self.output.json {
+            let named = outcomes.iter().map(|o| (o.policy.clone(), swe::figures_json(o)));
+            let named: Map<_, _> = named.collect();
+            let mut all = json!({"policies": named});
+            if self.sweep {
+                let sweep = sweep.iter().map(|((abs, rel), outcome)| {
+                    json!({"balance_abs_threshold": abs, "balance_rel_threshold": rel,
+                        "policy": outcome.policy, "figures": swe::figures_json(outcome)})
+                });
+                all["sweep"] = sweep.collect();
+            }
+            println!("{all:#}");
+        } else {
+            print!("{}", swe::table(&outcomes, &sweep));
+        }
+        let about = "SWE-bench Pro on 4 prefill and 6 decode workers, 1,024 rollouts at a time, thresholds 4 and 1.1: the \
+                     fleet-wide gate switches affinity off for everybody, the rule of pull request 238 asks about the \
+                     request's own worker.";
+        self.output.write("The gate and the rule", about, &outcomes)
+    }
+}
+
+impl TraceArgs {
+    fn run(&self) -> io::Result<()> {
+        let mut workload = trace::read(&self.file, self.format).map_err(io::Error::other)?;
+        workload = workload.sped_up(self.speed_up);
+        if self.concurrency > 0 {
+            workload.seats = Some(self.concurrency);
+        }
+        let speeds = Speeds {
+            prefill_tokens_per_s: self.prefill_tps,
+            kv_tokens: self.kv_tokens,
+            ..Speeds::default()
+        };
+        let longest = workload.tokens_max();
+        if u64::from(longest) > speeds.kv_tokens {
+            let text = format!("a prompt with its answer has {longest} tokens, --kv-tokens are {}", speeds.kv_tokens);
+            return Err(io::Error::other(text));
+        }
+        let one = |policy: &String| {
+            let setup = Setup {
+                decode: vec![speeds.clone(); self.decode_workers.into()],
+                settings: Settings {
+                    balance_abs_threshold: self.balance_abs_threshold,
+                    balance_rel_threshold: self.balance_rel_threshold,
+                    ..Settings::default()
+                },
+                seed: self.output.seed,
+                ..Setup::plain(self.workers.into(), speeds.clone(), policy)
+            };
+            run(&setup, &workload).map_err(io::Error::other)
+        };
+        let outcomes: Vec<Outcome> = self.policies.iter().map(one).collect::<io::Result<_>>()?;
+        if self.output.json {
+            let named = outcomes.iter().map(|o| (o.policy.clone(), report::json_of(o)));
+            println!("{:#}", json!({"policies": named.collect::<Map<_, _>>()}));
+        } else {
+            print!("{}", report::table(&outcomes));
+        }
+        let about = format!(
+            "{} at {} times its speed, {} workers{}.",
+            file_name(&self.file),
+            self.speed_up,
+            self.workers,
+            match self.decode_workers {
+                0 => String::new(),
+                count => format!(" for prompts, {count} for answers"),
+            }
+        );
+        self.output.write("What each policy would do", &about, &outcomes)
+    }
+}
+
+impl OutputArgs {
+    fn write(&self, title: &str, about: &str, outcomes: &[Outcome]) -> io::Result<()> {
+        let named = |path: &Path, error: io::Error| io::Error::other(format!("{}: {error}", path.display()));
+        if let Some(path) = &self.csv {
+            fs::write(path, report::csv(outcomes)).map_err(|error| named(path, error))?;
+        }
+        if let Some(path) = &self.html {
+            fs::write(path, page::html(title, about, outcomes)).map_err(|error| named(path, error))?;
+        }
+        Ok(())
+    }
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}

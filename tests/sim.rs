@@ -1,0 +1,244 @@
+//! The simulator against queueing theory, against itself, and against what was published.
+
+use std::sync::Arc;
+
+use corelane::route::Rng;
+use corelane::sim::agenda::ns;
+use corelane::sim::content::{Content, mix};
+use corelane::sim::engine::Speeds;
+use corelane::sim::policy;
+use corelane::sim::swe_bench_pro as swe;
+use corelane::sim::tally::Window;
+use corelane::sim::workload::{Draw, Rollouts, Session, Turn, Workload};
+use corelane::sim::world::{Fault, Planned, Setup, run};
+
+/// One request at a time, at 100,000 tokens a second.
+fn server() -> Speeds {
+    Speeds {
+        prefill_tokens_per_s: 100_000.0,
+        request_s: 0.0,
+        sequence_count_max: 1,
+        step_tokens_max: 1 << 20,
+        kv_tokens: 1 << 20,
+        ..Speeds::default()
+    }
+}
+
+fn content(name: u64, tokens: u32) -> Arc<Content> {
+    let mut content = Content::default();
+    content.push(name, tokens.max(1));
+    Arc::new(content)
+}
+
+/// Mean value analysis of one queue and a delay: throughput of `clients`.
+fn throughput(clients: u32, delay: f64, service: f64) -> f64 {
+    let (mut queue, mut rate) = (0.0, 0.0);
+    for count in 1..=clients {
+        let residence = service * (1.0 + queue);
+        rate = f64::from(count) / (delay + residence);
+        queue = rate * residence;
+    }
+    rate
+}
+
+/// Sessions whose requests take an exponential service (mean 10 ms) after an exponential pause.
+fn clients(count: u64, turns: u64, pause_s: f64, output_tokens: u32) -> Workload {
+    let mut rng = Rng::new(11);
+    let mut turn = |name: u64| Turn {
+        pause: ns(rng.exponential(pause_s)),
+        content: content(name, rng.exponential(1000.0).ceil() as u32),
+        output_tokens,
+    };
+    let sessions = (0..count).map(|session| Session {
+        name: session,
+        start: 0,
+        turns: (0..turns).map(|n| turn(mix(session, n))).collect(),
+    });
+    Workload {
+        sessions: sessions.collect(),
+        seats: None,
+    }
+}
+
+fn is_within(value: f64, expected: f64, share: f64) -> bool {
+    (value / expected - 1.0).abs() <= share
+}
+
+#[test]
+fn one_server_with_poisson_arrivals_waits_as_an_m_d_1_queue() {
+    let (service, load) = (0.010, 0.7);
+    let mut rng = Rng::new(3);
+    let mut at = 0.0;
+    let requests = (0..300_000_u64).map(|n| {
+        at += rng.exponential(service / load);
+        (ns(at), (*content(n, 1000)).clone(), 1)
+    });
+    let workload = Workload::open(requests.collect::<Vec<_>>());
+    let setup = Setup {
+        sample_s: 1e6,
+        ..Setup::plain(1, server(), "least_loaded")
+    };
+    let outcome = run(&setup, &workload).unwrap();
+    let mean = outcome.first_s.iter().sum::<f64>() / outcome.first_s.len() as f64;
+    let expected = service + load * service / (2.0 * (1.0 - load));
+    assert!(is_within(mean, expected, 0.02), "{mean} s, not {expected} s");
+    // Little's law: the queue is what its own times say.
+    let queue = mean * outcome.requests_per_s();
+    assert!(is_within(outcome.queue_depth(), queue, 0.01), "{queue}");
+}
+
+#[test]
+fn a_closed_loop_has_the_throughput_of_its_network() {
+    for (count, pause) in [(3, 0.02), (12, 0.1), (30, 0.1)] {
+        let workload = clients(count, 100_000 / count, pause, 1);
+        let setup = Setup {
+            sample_s: 1e6,
+            window: Window { from: 0, to: 1 },
+            ..Setup::plain(1, server(), "round_robin")
+        };
+        let rate = run(&setup, &workload).unwrap().requests_per_s();
+        let expected = throughput(count as u32, pause, 0.010);
+        assert!(is_within(rate, expected, 0.02), "{count}: {rate}, not {expected}");
+    }
+}
+
+#[test]
+fn a_disaggregated_closed_loop_has_the_throughput_of_its_network() {
+    // Fetching 5 ms and 100 steps of 1 ms (and, once, up to one step until the next begins) are a delay.
+    let decode = Speeds {
+        decode_step_s: 0.001,
+        decode_sequence_s: 0.0,
+        decode_context_s: 0.0,
+        transfer_tokens_per_s: 1e12,
+        transfer_s: 0.005,
+        ..Speeds::default()
+    };
+    let workload = clients(16, 5_000, 0.05, 100);
+    let setup = Setup {
+        decode: vec![decode],
+        sample_s: 1e6,
+        window: Window { from: 0, to: 1 },
+        ..Setup::plain(1, server(), "least_loaded")
+    };
+    let rate = run(&setup, &workload).unwrap().requests_per_s();
+    let expected = throughput(16, 0.05 + 0.105 + 0.0005, 0.010);
+    assert!(is_within(rate, expected, 0.02), "{rate}, not {expected}");
+}
+
+fn agents(count: usize, seats: usize) -> Rollouts {
+    Rollouts {
+        count,
+        seats,
+        ramp_s: 20.0,
+        turns: 12.0,
+        tool_s: 2.0,
+        ..swe::rollouts(count)
+    }
+}
+
+fn small() -> Speeds {
+    Speeds {
+        prefill_tokens_per_s: 50_000.0,
+        kv_tokens: 1_500_000,
+        kv_block_tokens: 256,
+        ..Speeds::default()
+    }
+}
+
+/// Everything that happens to workers, plain and disaggregated, under every policy: `world` checks at the end of a run that
+/// the books are zero and that no worker has anything left.
+#[test]
+fn nothing_is_lost_whatever_happens_and_the_books_end_at_zero() {
+    let workload = agents(48, 24).workload(2);
+    let planned = |at: f64, pool, worker, fault| Planned {
+        at: ns(at),
+        pool,
+        worker,
+        fault,
+    };
+    for name in policy::names() {
+        for decode in [0, 3] {
+            let last = usize::from(decode > 0);
+            let setup = Setup {
+                decode: vec![small(); decode],
+                faults: vec![
+                    planned(15.0, 0, 1, Fault::Restart(10.0)),
+                    planned(20.0, last, 2, Fault::Restart(5.0)),
+                    planned(30.0, last, 0, Fault::Stall(12.0)),
+                    planned(40.0, 0, 2, Fault::Pace(0.3)),
+                ],
+                has_detection: decode == 3,
+                ..Setup::plain(3, small(), name)
+            };
+            let outcome = run(&setup, &workload).unwrap();
+            let ended = (outcome.sessions, outcome.requests, outcome.failed);
+            assert_eq!(ended, (48, workload.request_count() as u64, 0), "{name}, {decode}");
+            assert!(outcome.resent > 0, "{name}: nobody was on the workers that began anew");
+        }
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_run() {
+    let workload = agents(40, 20).workload(4);
+    for name in policy::names() {
+        let once = || {
+            let setup = Setup {
+                seed: 9,
+                ..Setup::plain(4, small(), name)
+            };
+            format!("{:?}", run(&setup, &workload).unwrap())
+        };
+        assert!(once() == once(), "{name}");
+    }
+}
+
+#[test]
+fn an_unknown_policy_is_an_error() {
+    let setup = Setup::plain(1, small(), "no_such_policy");
+    assert!(run(&setup, &Workload::default()).unwrap_err().contains("no_such_policy"));
+}
+
+/// A third of the experiment's rollouts, which is the fleet still filling up: the order is what counts.
+#[test]
+fn the_gate_computes_far_more_and_ends_far_fewer_rollouts_than_the_rule() {
+    let workload = swe::rollouts(swe::SEATS).workload(1);
+    let of = |policy: &str| {
+        let setup = swe::setup(policy, swe::THRESHOLDS, swe::SEATS, 1);
+        swe::figures(&run(&setup, &workload).unwrap())
+    };
+    let [gate, rule] = [policy::FLEET_GATE, "cache_aware"].map(of);
+    assert!(gate[1] > 1.5 * rule[1], "computed: {gate:?} {rule:?}");
+    assert!(gate[3] > 1.5 * rule[3], "queue: {gate:?} {rule:?}");
+    assert!(rule[4] > 1.2 * gate[4], "rollouts a minute: {gate:?} {rule:?}");
+}
+
+/// Half of the requests begin with one prefix, one worker of six is ten times slower from the first second on.
+#[test]
+fn a_slow_worker_gets_less_under_expected_wait_than_under_least_loaded() {
+    let mut rng = Rng::new(6);
+    let mut at = 0.0;
+    let requests = (0..6000_u64).map(|n| {
+        at += rng.exponential(0.02);
+        let mut content = Content::default();
+        content.push(if n % 2 == 0 { 1 } else { mix(n, 1) }, 2000);
+        content.push(mix(n, 2), 500);
+        (ns(at), content, 20)
+    });
+    let workload = Workload::open(requests.collect::<Vec<_>>());
+    let p99 = |policy: &str| {
+        let setup = Setup {
+            faults: vec![Planned {
+                at: ns(1.0),
+                pool: 0,
+                worker: 3,
+                fault: Fault::Pace(0.1),
+            }],
+            ..Setup::plain(6, Speeds::default(), policy)
+        };
+        let outcome = run(&setup, &workload).unwrap();
+        (outcome.first_quantile(0.99), outcome.workers[0][3].chosen)
+    };
+    let (wait, least) = (p99("expected_wait"), p99("least_loaded"));
+    assert!(wait.0 < least.0 && wait.1 < least.1, "{wait:?} {least:?}");
+}
