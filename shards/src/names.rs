@@ -315,7 +315,7 @@ impl BlockNames {
     #[inline]
     fn distance(&self, tag: u64) -> usize {
         let spread = tag.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-        1 + (spread * (self.buckets.len() as u64 - 1) >> 32) as usize
+        1 + ((spread * (self.buckets.len() as u64 - 1)) >> 32) as usize
     }
 
     /// The two buckets of a mixed name: its share of the table, so that any size will do; and another one.

@@ -56,16 +56,18 @@ pub struct Agenda<E> {
     now: Ns,
 }
 
-impl<E> Agenda<E> {
-    /// Nothing to come, time zero.
-    pub fn new() -> Agenda<E> {
+/// Nothing to come, time zero.
+impl<E> Default for Agenda<E> {
+    fn default() -> Agenda<E> {
         Agenda {
             heap: BinaryHeap::new(),
             made: 0,
             now: 0,
         }
     }
+}
 
+impl<E> Agenda<E> {
     /// The time of the last event taken.
     pub fn now(&self) -> Ns {
         self.now
@@ -79,7 +81,7 @@ impl<E> Agenda<E> {
     }
 
     /// The next event; time moves on to it.
-    pub fn next(&mut self) -> Option<E> {
+    pub fn take(&mut self) -> Option<E> {
         let Reverse(entry) = self.heap.pop()?;
         self.now = entry.at;
         Some(entry.event)
@@ -92,11 +94,11 @@ mod tests {
 
     #[test]
     fn events_come_by_time_and_equals_in_the_order_of_their_making() {
-        let mut agenda = Agenda::new();
+        let mut agenda = Agenda::default();
         for (at, event) in [(5, 'c'), (1, 'a'), (5, 'd'), (3, 'b')] {
             agenda.add(at, event);
         }
-        let order: String = std::iter::from_fn(|| agenda.next()).collect();
+        let order: String = std::iter::from_fn(|| agenda.take()).collect();
         assert_eq!((order.as_str(), agenda.now()), ("abcd", 5));
     }
 }

@@ -275,7 +275,8 @@ impl Engine {
             return true;
         }
         let is_it = |slot: &Option<Running>| {
-            slot.as_ref().is_some_and(|running| running.job.id == id && !running.is_aborted)
+            slot.as_ref()
+                .is_some_and(|running| running.job.id == id && !running.is_aborted)
         };
         let place = self.slots.iter().position(is_it);
         let place = place.filter(|place| !self.has_begun(*place));
@@ -287,7 +288,10 @@ impl Engine {
     }
 
     fn has_begun(&self, place: usize) -> bool {
-        let is_decoding = self.decoding.iter().any(|Reverse((_, other))| *other == place);
+        let is_decoding = self
+            .decoding
+            .iter()
+            .any(|Reverse((_, other))| *other == place);
         is_decoding || self.prefilling.contains(&place)
     }
 
@@ -415,11 +419,7 @@ impl Engine {
         }
         self.prefilling.retain(|other| *other != place);
         self.pieces += 1;
-        let (id, part, output) = (
-            running.job.id,
-            running.job.part,
-            running.job.output_tokens,
-        );
+        let (id, part, output) = (running.job.id, running.job.part, running.job.output_tokens);
         self.said.push(Said::First(id));
         if part == Part::Whole && output > 1 {
             self.context += u64::from(running.job.prompt_tokens);
@@ -457,7 +457,10 @@ impl Engine {
             Part::Prefill => job.prompt_tokens,
             Part::Whole | Part::Decode => job.prompt_tokens + job.output_tokens,
         };
-        let whole = job.blocks.len().min((total / self.speeds.kv_block_tokens) as usize);
+        let whole = job
+            .blocks
+            .len()
+            .min((total / self.speeds.kv_block_tokens) as usize);
         self.kv.unpin(&job.blocks[..whole], private);
         Some(job.id)
     }
@@ -467,7 +470,9 @@ impl Engine {
             return None;
         }
         for place in std::mem::take(&mut self.joining) {
-            let is_aborted = self.slots[place].as_ref().is_some_and(|running| running.is_aborted);
+            let is_aborted = self.slots[place]
+                .as_ref()
+                .is_some_and(|running| running.is_aborted);
             if is_aborted {
                 self.free(place);
             } else if let Some(running) = &self.slots[place] {
@@ -500,7 +505,10 @@ impl Engine {
     fn chunks(&mut self) -> (Vec<(usize, u32)>, f64) {
         let mut chunks = Vec::new();
         let mut seconds = 0.0;
-        let mut budget = self.speeds.step_tokens_max.saturating_sub(self.decoding.len() as u32);
+        let mut budget = self
+            .speeds
+            .step_tokens_max
+            .saturating_sub(self.decoding.len() as u32);
         let mut take = |left: u32| {
             let tokens = left.min(budget);
             budget -= tokens;
@@ -508,7 +516,9 @@ impl Engine {
         };
         let mut has_budget = true;
         for place in &self.prefilling {
-            let left = self.slots[*place].as_ref().map_or(0, |running| running.left);
+            let left = self.slots[*place]
+                .as_ref()
+                .map_or(0, |running| running.left);
             let tokens;
             (tokens, has_budget) = take(left);
             if tokens > 0 {
@@ -588,7 +598,11 @@ impl Engine {
     pub fn restart(&mut self) -> Vec<usize> {
         let waiting = self.waiting.drain(..).chain(self.to_fetch.drain(..));
         let mut lost: Vec<usize> = waiting.map(|job| job.id).collect();
-        let running = self.slots.iter().flatten().filter(|running| !running.is_aborted);
+        let running = self
+            .slots
+            .iter()
+            .flatten()
+            .filter(|running| !running.is_aborted);
         lost.extend(running.map(|running| running.job.id));
         let mut new = Engine::new(self.speeds.clone());
         (new.turn, new.pace) = (self.turn + 1, self.pace);

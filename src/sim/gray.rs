@@ -114,7 +114,11 @@ fn one(
         before_per_min: per_min(&outcome, AT_S / 2.0, AT_S),
         after_per_min: per_min(&outcome, AT_S + AFTER_S * 2.0 / 3.0, AT_S + AFTER_S),
         held,
-        found: outcome.outs.iter().filter(|(_, place)| *place == (1, 0)).count(),
+        found: outcome
+            .outs
+            .iter()
+            .filter(|(_, place)| *place == (1, 0))
+            .count(),
     })
 }
 
@@ -165,8 +169,18 @@ mod tests {
         for pair in all.chunks(2) {
             let (off, on) = (&pair[0], &pair[1]);
             assert!(on.found > 0 && off.found == 0, "{}", off.story);
-            assert!(on.after_per_min > 2.0 * off.after_per_min, "{}\n{}", off.story, table(&all));
-            assert!(on.after_per_min > 0.6 * on.before_per_min, "{}\n{}", off.story, table(&all));
+            assert!(
+                on.after_per_min > 2.0 * off.after_per_min,
+                "{}\n{}",
+                off.story,
+                table(&all)
+            );
+            assert!(
+                on.after_per_min > 0.6 * on.before_per_min,
+                "{}\n{}",
+                off.story,
+                table(&all)
+            );
         }
     }
 }

@@ -50,7 +50,9 @@ impl Kv {
 
     /// How many blocks of a prompt are here, from its start.
     pub fn held(&self, names: &[u64]) -> usize {
-        let held = names.iter().take_while(|name| self.by_name.contains_key(name));
+        let held = names
+            .iter()
+            .take_while(|name| self.by_name.contains_key(name));
         held.count()
     }
 

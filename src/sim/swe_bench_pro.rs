@@ -110,11 +110,14 @@ pub fn setup(policy: &str, thresholds: (u32, f64), rollouts: usize, seed: u64) -
     }
 }
 
+/// Thresholds, absolute and relative, and what came of them.
+pub type Sweep = Vec<((u32, f64), Outcome)>;
+
 /// The gate and the rule under other thresholds: ((abs, rel), outcome).
 ///
 /// # Errors
 /// None that can happen.
-pub fn sweep(workload: &Workload, seed: u64) -> Result<Vec<((u32, f64), Outcome)>, String> {
+pub fn sweep(workload: &Workload, seed: u64) -> Result<Sweep, String> {
     let count = workload.sessions.len();
     let mut outcomes = Vec::new();
     for thresholds in SWEEP {
@@ -128,7 +131,9 @@ pub fn sweep(workload: &Workload, seed: u64) -> Result<Vec<((u32, f64), Outcome)
 
 /// The policies of the experiment.
 pub fn policies() -> Vec<String> {
-    [FLEET_GATE, "cache_aware", EXPECTED_WAIT].map(String::from).into()
+    [FLEET_GATE, "cache_aware", EXPECTED_WAIT]
+        .map(String::from)
+        .into()
 }
 
 /// The figures beside the published ones, and the sweep.

@@ -190,7 +190,8 @@ fn leaves_begin_alone(token: &AddedToken, other: &AddedToken) -> bool {
     };
     let lies_over = (1..text.len()).any(overlaps);
     let begins_there = text.starts_with(token);
-    !lies_over && !(begins_there && other.lstrip)
+    let takes_along = begins_there && other.lstrip;
+    !lies_over && !takes_along
 }
 
 /// What is put before and behind a text. `None`: that cannot be told from the text.

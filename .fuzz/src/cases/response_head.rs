@@ -19,6 +19,7 @@ pub fn response_head(data: &[u8]) {
         request_id: if bits & 8 != 0 { b"id-1" } else { b"" },
         hides_workers_id: bits & 16 != 0,
         length: None,
+        cors: b"",
     };
     let mut out = Vec::new();
     let parsed = parse(wire, client, &mut out);
