@@ -81,7 +81,10 @@ fn one_server_with_poisson_arrivals_waits_as_an_m_d_1_queue() {
     let outcome = run(&setup, &workload).unwrap();
     let mean = outcome.first_s.iter().sum::<f64>() / outcome.first_s.len() as f64;
     let expected = service + load * service / (2.0 * (1.0 - load));
-    assert!(is_within(mean, expected, 0.02), "{mean} s, not {expected} s");
+    assert!(
+        is_within(mean, expected, 0.02),
+        "{mean} s, not {expected} s"
+    );
     // Little's law: the queue is what its own times say.
     let queue = mean * outcome.requests_per_s();
     assert!(is_within(outcome.queue_depth(), queue, 0.01), "{queue}");
@@ -98,7 +101,10 @@ fn a_closed_loop_has_the_throughput_of_its_network() {
         };
         let rate = run(&setup, &workload).unwrap().requests_per_s();
         let expected = throughput(count as u32, pause, 0.010);
-        assert!(is_within(rate, expected, 0.02), "{count}: {rate}, not {expected}");
+        assert!(
+            is_within(rate, expected, 0.02),
+            "{count}: {rate}, not {expected}"
+        );
     }
 }
 
@@ -172,8 +178,15 @@ fn nothing_is_lost_whatever_happens_and_the_books_end_at_zero() {
             };
             let outcome = run(&setup, &workload).unwrap();
             let ended = (outcome.sessions, outcome.requests, outcome.failed);
-            assert_eq!(ended, (48, workload.request_count() as u64, 0), "{name}, {decode}");
-            assert!(outcome.resent > 0, "{name}: nobody was on the workers that began anew");
+            assert_eq!(
+                ended,
+                (48, workload.request_count() as u64, 0),
+                "{name}, {decode}"
+            );
+            assert!(
+                outcome.resent > 0,
+                "{name}: nobody was on the workers that began anew"
+            );
         }
     }
 }
@@ -196,7 +209,11 @@ fn the_same_seed_gives_the_same_run() {
 #[test]
 fn an_unknown_policy_is_an_error() {
     let setup = Setup::plain(1, small(), "no_such_policy");
-    assert!(run(&setup, &Workload::default()).unwrap_err().contains("no_such_policy"));
+    assert!(
+        run(&setup, &Workload::default())
+            .unwrap_err()
+            .contains("no_such_policy")
+    );
 }
 
 /// A third of the experiment's rollouts, which is the fleet still filling up: the order is what counts.
@@ -210,7 +227,10 @@ fn the_gate_computes_far_more_and_ends_far_fewer_rollouts_than_the_rule() {
     let [gate, rule] = [policy::FLEET_GATE, "cache_aware"].map(of);
     assert!(gate[1] > 1.5 * rule[1], "computed: {gate:?} {rule:?}");
     assert!(gate[3] > 1.5 * rule[3], "queue: {gate:?} {rule:?}");
-    assert!(rule[4] > 1.2 * gate[4], "rollouts a minute: {gate:?} {rule:?}");
+    assert!(
+        rule[4] > 1.2 * gate[4],
+        "rollouts a minute: {gate:?} {rule:?}"
+    );
 }
 
 /// Half of the requests begin with one prefix, one worker of six is ten times slower from the first second on.

@@ -75,8 +75,10 @@ impl Fit {
         let determinant = self.bytes2 * self.requests2 - self.cross * self.cross;
         // Where one only repeats the other they cannot be told apart.
         if determinant > 1e-3 * self.bytes2 * self.requests2 {
-            let bytes = (self.bytes_s * self.requests2 - self.requests_s * self.cross) / determinant;
-            let requests = (self.requests_s * self.bytes2 - self.bytes_s * self.cross) / determinant;
+            let bytes =
+                (self.bytes_s * self.requests2 - self.requests_s * self.cross) / determinant;
+            let requests =
+                (self.requests_s * self.bytes2 - self.bytes_s * self.cross) / determinant;
             if bytes >= 0.0 && requests >= 0.0 {
                 return Some((bytes, requests));
             }
@@ -122,9 +124,10 @@ impl Waits {
 
     fn sum_up(&mut self) {
         let known = self.costs.iter().flatten();
-        let (count, bytes, requests) = known.fold((0.0, 0.0, 0.0), |(count, bytes, requests), cost| {
-            (count + 1.0, bytes + cost.0, requests + cost.1)
-        });
+        let (count, bytes, requests) = known
+            .fold((0.0, 0.0, 0.0), |(count, bytes, requests), cost| {
+                (count + 1.0, bytes + cost.0, requests + cost.1)
+            });
         self.mean = (count > 0.0).then(|| (bytes / count, requests / count));
     }
 
@@ -146,7 +149,10 @@ struct Entrant {
 }
 
 /// Chooses a worker. The rules of [`decide`] hold; [`Decision::new_tokens`] is what it has to compute.
-#[allow(clippy::too_many_arguments, reason = "those of `decide`, and what was learnt")]
+#[allow(
+    clippy::too_many_arguments,
+    reason = "those of `decide`, and what was learnt"
+)]
 pub fn expected_wait<P: Prefixes, L: Loads>(
     settings: &Settings,
     waits: &Waits,
@@ -167,7 +173,12 @@ pub fn expected_wait<P: Prefixes, L: Loads>(
         let bytes = loads.waiting_bytes(slot) + own;
         let seconds = waits.seconds(slot, bytes, loads.waiting(slot) + 1)?;
         let load = loads.load(slot);
-        Some(Entrant { slot, blocks, load, seconds })
+        Some(Entrant {
+            slot,
+            blocks,
+            load,
+            seconds,
+        })
     };
     let mut best = Best::default();
     scratch.clear();
@@ -177,10 +188,14 @@ pub fn expected_wait<P: Prefixes, L: Loads>(
         };
         // A prefix of the whole fleet has many holders: the least of the others is found below.
         let from = scratch.len();
-        let new = found.holders().filter(|slot| accept(*slot) && !scratch.contains(slot));
+        let new = found
+            .holders()
+            .filter(|slot| accept(*slot) && !scratch.contains(slot));
         let new: [Option<Slot>; 32] = {
             let mut some = [None; 32];
-            some.iter_mut().zip(new).for_each(|(place, slot)| *place = Some(slot));
+            some.iter_mut()
+                .zip(new)
+                .for_each(|(place, slot)| *place = Some(slot));
             some
         };
         scratch.extend(new.into_iter().flatten());
@@ -221,7 +236,9 @@ fn as_cache_aware<P: Prefixes, L: Loads>(
         policy: PolicyKind::CacheAware,
         ..*settings
     };
-    let key = key.map_or(Key::None, |(prefixes, length)| Key::Prefix(prefixes, length));
+    let key = key.map_or(Key::None, |(prefixes, length)| {
+        Key::Prefix(prefixes, length)
+    });
     decide(&settings, key, candidates, exclude, loads, turn, scratch)
 }
 

@@ -92,13 +92,23 @@ fn the_costs_of_bytes_and_of_requests_are_told_apart() {
     for n in 0..200_u64 {
         let (bytes, requests) = (n * 37 % 101 * 10_000, (n * 53 % 17) as u32 + 1);
         let seconds = bytes as f64 * 2e-6 + f64::from(requests) * 0.05;
-        waits.observe(Slot(2), Sample { bytes, requests, seconds });
+        waits.observe(
+            Slot(2),
+            Sample {
+                bytes,
+                requests,
+                seconds,
+            },
+        );
     }
     let of = |bytes, requests| waits.seconds(Slot(2), bytes, requests).unwrap();
     assert!((of(1_000_000, 0) - 2.0).abs() < 1e-6);
     assert!((of(0, 10) - 0.5).abs() < 1e-6);
     // Of one that is not known, the mean of the others.
-    assert_eq!(waits.seconds(Slot(0), 1_000_000, 0), waits.seconds(Slot(2), 1_000_000, 0));
+    assert_eq!(
+        waits.seconds(Slot(0), 1_000_000, 0),
+        waits.seconds(Slot(2), 1_000_000, 0)
+    );
     waits.forget(Slot(2));
     assert_eq!(waits.seconds(Slot(2), 1, 1), None);
 }

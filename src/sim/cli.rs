@@ -168,7 +168,9 @@ impl SweArgs {
             false => Vec::new(),
         };
         if self.output.json {
-            let named = outcomes.iter().map(|o| (o.policy.clone(), swe::figures_json(o)));
+            let named = outcomes
+                .iter()
+                .map(|o| (o.policy.clone(), swe::figures_json(o)));
             let named: Map<_, _> = named.collect();
             let mut all = json!({"policies": named});
             if self.sweep {
@@ -203,7 +205,10 @@ impl TraceArgs {
         };
         let longest = workload.tokens_max();
         if u64::from(longest) > speeds.kv_tokens {
-            let text = format!("a prompt with its answer has {longest} tokens, --kv-tokens are {}", speeds.kv_tokens);
+            let text = format!(
+                "a prompt with its answer has {longest} tokens, --kv-tokens are {}",
+                speeds.kv_tokens
+            );
             return Err(io::Error::other(text));
         }
         let one = |policy: &String| {
@@ -221,7 +226,9 @@ impl TraceArgs {
         };
         let outcomes: Vec<Outcome> = self.policies.iter().map(one).collect::<io::Result<_>>()?;
         if self.output.json {
-            let named = outcomes.iter().map(|o| (o.policy.clone(), report::json_of(o)));
+            let named = outcomes
+                .iter()
+                .map(|o| (o.policy.clone(), report::json_of(o)));
             println!("{:#}", json!({"policies": named.collect::<Map<_, _>>()}));
         } else {
             print!("{}", report::table(&outcomes));
@@ -236,23 +243,30 @@ impl TraceArgs {
                 count => format!(" for prompts, {count} for answers"),
             }
         );
-        self.output.write("What each policy would do", &about, &outcomes)
+        self.output
+            .write("What each policy would do", &about, &outcomes)
     }
 }
 
 impl OutputArgs {
     fn write(&self, title: &str, about: &str, outcomes: &[Outcome]) -> io::Result<()> {
-        let named = |path: &Path, error: io::Error| io::Error::other(format!("{}: {error}", path.display()));
+        let named = |path: &Path, error: io::Error| {
+            io::Error::other(format!("{}: {error}", path.display()))
+        };
         if let Some(path) = &self.csv {
             fs::write(path, report::csv(outcomes)).map_err(|error| named(path, error))?;
         }
         if let Some(path) = &self.html {
-            fs::write(path, page::html(title, about, outcomes)).map_err(|error| named(path, error))?;
+            fs::write(path, page::html(title, about, outcomes))
+                .map_err(|error| named(path, error))?;
         }
         Ok(())
     }
 }
 
 fn file_name(path: &Path) -> String {
-    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    path.file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned()
 }

@@ -114,7 +114,8 @@ mod tests {
 
     fn content(runs: &[(u64, u32)]) -> Content {
         let mut content = Content::default();
-        runs.iter().for_each(|(name, tokens)| content.push(*name, *tokens));
+        runs.iter()
+            .for_each(|(name, tokens)| content.push(*name, *tokens));
         content
     }
 

@@ -37,6 +37,8 @@ pub struct Speeds {
     pub kv_tokens: u64,
     /// Tokens of a block: what is shared is shared by whole blocks.
     pub kv_block_tokens: u32,
+    /// A prefix that loses a block is lost as a whole, see [`Kv::is_lost_whole`].
+    pub is_hybrid: bool,
     /// P/D: tokens a second whose KV a decode worker fetches, for each request.
     pub transfer_tokens_per_s: f64,
     /// P/D: seconds before the first of them.
@@ -57,6 +59,7 @@ impl Default for Speeds {
             decode_context_s: 1.5e-8,
             kv_tokens: 1_000_000,
             kv_block_tokens: 64,
+            is_hybrid: false,
             transfer_tokens_per_s: 400_000.0,
             transfer_s: 0.005,
         }
@@ -174,8 +177,10 @@ impl Engine {
     /// An idle worker.
     pub fn new(speeds: Speeds) -> Engine {
         let blocks = speeds.kv_tokens / u64::from(speeds.kv_block_tokens);
+        let mut kv = Kv::new(blocks);
+        kv.is_lost_whole = speeds.is_hybrid;
         Engine {
-            kv: Kv::new(blocks),
+            kv,
             speeds,
             pace: 1.0,
             stalled_until: 0,
@@ -275,7 +280,8 @@ impl Engine {
             return true;
         }
         let is_it = |slot: &Option<Running>| {
-            slot.as_ref().is_some_and(|running| running.job.id == id && !running.is_aborted)
+            slot.as_ref()
+                .is_some_and(|running| running.job.id == id && !running.is_aborted)
         };
         let place = self.slots.iter().position(is_it);
         let place = place.filter(|place| !self.has_begun(*place));
@@ -287,7 +293,10 @@ impl Engine {
     }
 
     fn has_begun(&self, place: usize) -> bool {
-        let is_decoding = self.decoding.iter().any(|Reverse((_, other))| *other == place);
+        let is_decoding = self
+            .decoding
+            .iter()
+            .any(|Reverse((_, other))| *other == place);
         is_decoding || self.prefilling.contains(&place)
     }
 
@@ -415,11 +424,7 @@ impl Engine {
         }
         self.prefilling.retain(|other| *other != place);
         self.pieces += 1;
-        let (id, part, output) = (
-            running.job.id,
-            running.job.part,
-            running.job.output_tokens,
-        );
+        let (id, part, output) = (running.job.id, running.job.part, running.job.output_tokens);
         self.said.push(Said::First(id));
         if part == Part::Whole && output > 1 {
             self.context += u64::from(running.job.prompt_tokens);
@@ -457,7 +462,10 @@ impl Engine {
             Part::Prefill => job.prompt_tokens,
             Part::Whole | Part::Decode => job.prompt_tokens + job.output_tokens,
         };
-        let whole = job.blocks.len().min((total / self.speeds.kv_block_tokens) as usize);
+        let whole = job
+            .blocks
+            .len()
+            .min((total / self.speeds.kv_block_tokens) as usize);
         self.kv.unpin(&job.blocks[..whole], private);
         Some(job.id)
     }
@@ -467,7 +475,9 @@ impl Engine {
             return None;
         }
         for place in std::mem::take(&mut self.joining) {
-            let is_aborted = self.slots[place].as_ref().is_some_and(|running| running.is_aborted);
+            let is_aborted = self.slots[place]
+                .as_ref()
+                .is_some_and(|running| running.is_aborted);
             if is_aborted {
                 self.free(place);
             } else if let Some(running) = &self.slots[place] {
@@ -500,7 +510,10 @@ impl Engine {
     fn chunks(&mut self) -> (Vec<(usize, u32)>, f64) {
         let mut chunks = Vec::new();
         let mut seconds = 0.0;
-        let mut budget = self.speeds.step_tokens_max.saturating_sub(self.decoding.len() as u32);
+        let mut budget = self
+            .speeds
+            .step_tokens_max
+            .saturating_sub(self.decoding.len() as u32);
         let mut take = |left: u32| {
             let tokens = left.min(budget);
             budget -= tokens;
@@ -508,7 +521,9 @@ impl Engine {
         };
         let mut has_budget = true;
         for place in &self.prefilling {
-            let left = self.slots[*place].as_ref().map_or(0, |running| running.left);
+            let left = self.slots[*place]
+                .as_ref()
+                .map_or(0, |running| running.left);
             let tokens;
             (tokens, has_budget) = take(left);
             if tokens > 0 {
@@ -588,7 +603,11 @@ impl Engine {
     pub fn restart(&mut self) -> Vec<usize> {
         let waiting = self.waiting.drain(..).chain(self.to_fetch.drain(..));
         let mut lost: Vec<usize> = waiting.map(|job| job.id).collect();
-        let running = self.slots.iter().flatten().filter(|running| !running.is_aborted);
+        let running = self
+            .slots
+            .iter()
+            .flatten()
+            .filter(|running| !running.is_aborted);
         lost.extend(running.map(|running| running.job.id));
         let mut new = Engine::new(self.speeds.clone());
         (new.turn, new.pace) = (self.turn + 1, self.pace);

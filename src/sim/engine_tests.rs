@@ -51,7 +51,10 @@ fn a_prompt_takes_its_tokens_at_the_rate_and_an_answer_its_steps() {
         .filter(|(_, said)| !matches!(said, Said::Began { .. }))
         .collect();
     assert_eq!(times, [&(800, Said::First(7)), &(900, Said::Done(7))]);
-    assert_eq!((engine.kv.pinned(), engine.job_count(), engine.context), (0, 0, 0));
+    assert_eq!(
+        (engine.kv.pinned(), engine.job_count(), engine.context),
+        (0, 0, 0)
+    );
     // The same prompt again: all but the last token's block is here.
     engine.submit(job(7, Part::Whole, 800, 1));
     let said = run(&mut engine, 0);
@@ -117,7 +120,10 @@ fn a_stall_lasts_and_a_restart_loses_all() {
     engine.submit(job(2, Part::Prefill, 10, 1));
     let mut lost = engine.restart();
     lost.sort_unstable();
-    assert_eq!((lost, engine.job_count(), engine.kv.used()), (vec![1, 2], 0, 0));
+    assert_eq!(
+        (lost, engine.job_count(), engine.kv.used()),
+        (vec![1, 2], 0, 0)
+    );
 }
 
 #[test]

@@ -140,7 +140,13 @@ impl Formula {
     }
 
     /// The index of the worker chosen. `None`: there is none.
-    pub fn choose(&mut self, all: &[Facts], prompt_tokens: u64, session: u64, now: Ns) -> Option<usize> {
+    pub fn choose(
+        &mut self,
+        all: &[Facts],
+        prompt_tokens: u64,
+        session: u64,
+        now: Ns,
+    ) -> Option<usize> {
         let tokens = prompt_tokens;
         let every = |_: &Facts| true;
         match self.kind {
@@ -204,7 +210,10 @@ impl Formula {
         }
         let count = all.len() as f64;
         let mean = loads().map(f64::from).sum::<f64>() / count;
-        let variance = loads().map(|load| (f64::from(load) - mean).powi(2)).sum::<f64>() / count;
+        let variance = loads()
+            .map(|load| (f64::from(load) - mean).powi(2))
+            .sum::<f64>()
+            / count;
         let limit = mean + variance.sqrt();
         let best = |w: &Facts| -(w.hit_tokens as f64) * 1e6 + load(w);
         let warm = self.least(all, |w| w.hit_tokens > 0 && load(w) <= limit, best);
@@ -217,21 +226,27 @@ impl Formula {
         {
             self.window.pop_front();
         }
-        let warm = self.least(all, |w| w.hit_tokens >= w.fresh(tokens), |w| {
-            -(w.hit_tokens as f64) * 1e6 + f64::from(w.load)
-        });
+        let warm = self.least(
+            all,
+            |w| w.hit_tokens >= w.fresh(tokens),
+            |w| -(w.hit_tokens as f64) * 1e6 + f64::from(w.load),
+        );
         let chosen = warm.or_else(|| {
             let mut window: HashMap<u16, u64, RandomState> =
                 HashMap::with_hasher(RandomState::with_seeds(1, 2, 3, 4));
             for (_, slot, tokens) in &self.window {
                 *window.entry(*slot).or_default() += tokens;
             }
-            self.least(all, |_| true, |w| {
-                let load = window.get(&w.slot).copied().unwrap_or(0) as f64;
-                let fresh = w.fresh(tokens) as f64;
-                // What has to go for it is worth as much as it is large, and goes only where there is no room.
-                load + fresh * w.beside.kv_usage + fresh
-            })
+            self.least(
+                all,
+                |_| true,
+                |w| {
+                    let load = window.get(&w.slot).copied().unwrap_or(0) as f64;
+                    let fresh = w.fresh(tokens) as f64;
+                    // What has to go for it is worth as much as it is large, and goes only where there is no room.
+                    load + fresh * w.beside.kv_usage + fresh
+                },
+            )
         })?;
         let fresh = all[chosen].fresh(tokens);
         self.window.push_back((now, all[chosen].slot, fresh));
@@ -259,7 +274,13 @@ fn dynamo(worker: &Facts, tokens: u64) -> f64 {
 fn spread(values: impl Iterator<Item = f64> + Clone) -> impl Fn(f64) -> f64 {
     let least = values.clone().fold(f64::INFINITY, f64::min);
     let width = values.fold(f64::NEG_INFINITY, f64::max) - least;
-    move |value| if width > 0.0 { (value - least) / width } else { 0.0 }
+    move |value| {
+        if width > 0.0 {
+            (value - least) / width
+        } else {
+            0.0
+        }
+    }
 }
 
 #[cfg(test)]

@@ -82,7 +82,15 @@ impl Judge {
         };
         let places = sizes.iter().enumerate();
         let places = places.flat_map(|(pool, size)| (0..*size).map(move |worker| (pool, worker)));
-        let seen = |place: Place| (place, Observation { role: role(place.0), ..FRESH });
+        let seen = |place: Place| {
+            (
+                place,
+                Observation {
+                    role: role(place.0),
+                    ..FRESH
+                },
+            )
+        };
         let seen: Vec<_> = places.map(seen).collect();
         Judge {
             standings: Standings::new(config(), Duration::from_secs(10)),
@@ -93,7 +101,10 @@ impl Judge {
     }
 
     fn of(&mut self, pool: usize, worker: usize) -> &mut Observation {
-        let place = self.seen.iter_mut().find(|(place, _)| *place == (pool, worker));
+        let place = self
+            .seen
+            .iter_mut()
+            .find(|(place, _)| *place == (pool, worker));
         &mut place.expect("a worker of the fleet").1
     }
 
@@ -119,7 +130,12 @@ impl Judge {
     }
 
     /// A worker that is to be tried now: one request at a time.
-    pub fn to_try(&mut self, pool: usize, now: Ns, in_flight: impl Fn(usize) -> u32) -> Option<usize> {
+    pub fn to_try(
+        &mut self,
+        pool: usize,
+        now: Ns,
+        in_flight: impl Fn(usize) -> u32,
+    ) -> Option<usize> {
         for (index, ((at, worker), _)) in self.seen.iter().enumerate() {
             let rested = self.tried[index].is_none_or(|at| now >= at + ns(TRIAL_PAUSE_S));
             if *at == pool
@@ -136,7 +152,10 @@ impl Judge {
 
     /// Whether it gets no requests but trials.
     pub fn is_out(&self, pool: usize, worker: usize) -> bool {
-        !matches!(self.standings.standing((pool, worker)), Standing::Good { .. })
+        !matches!(
+            self.standings.standing((pool, worker)),
+            Standing::Good { .. }
+        )
     }
 
     /// Those that are out because they stall.
@@ -159,7 +178,9 @@ impl Judge {
             seen.is_ready = is_ready;
         }
         let changed = self.standings.judge(Duration::from_nanos(now), &self.seen);
-        let out = changed.iter().filter(|(_, standing)| matches!(standing, Standing::Out { .. }));
+        let out = changed
+            .iter()
+            .filter(|(_, standing)| matches!(standing, Standing::Out { .. }));
         self.outs.extend(out.map(|(place, _)| (now, *place)));
         !changed.is_empty()
     }

@@ -6,7 +6,8 @@ use super::agenda::secs;
 use super::tally::{Outcome, Point};
 
 const COLOURS: [&str; 10] = [
-    "#0b6e99", "#d9480f", "#2b8a3e", "#862e9c", "#c92a2a", "#5c940d", "#1864ab", "#e67700", "#087f5b", "#495057",
+    "#0b6e99", "#d9480f", "#2b8a3e", "#862e9c", "#c92a2a", "#5c940d", "#1864ab", "#e67700",
+    "#087f5b", "#495057",
 ];
 const STYLE: &str = "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1080px;padding:0 1em;color:#212529}\
 h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em}table{border-collapse:collapse;width:100%}\
@@ -39,33 +40,65 @@ pub fn html(title: &str, about: &str, outcomes: &[Outcome]) -> String {
     page.push_str(&summary(outcomes));
     page.push_str("<h2>Policy against policy</h2><div class=\"row\">");
     let bars: [(&str, fn(&Outcome) -> f64); 4] = [
-        ("Prompt tokens that were not cached and had to be computed, % of all (less is better)", |o| {
-            (1.0 - o.hit_rate()) * 100.0
-        }),
-        ("Requests that end, per second (more is better)", Outcome::requests_per_s),
-        ("Requests whose prompt waits or is computed, mean (less is better)", Outcome::queue_depth),
-        ("Time to the first token, 99th percentile, seconds (less is better)", |o| {
-            o.first_quantile(0.99)
-        }),
+        (
+            "Prompt tokens that were not cached and had to be computed, % of all (less is better)",
+            |o| (1.0 - o.hit_rate()) * 100.0,
+        ),
+        (
+            "Requests that end, per second (more is better)",
+            Outcome::requests_per_s,
+        ),
+        (
+            "Requests whose prompt waits or is computed, mean (less is better)",
+            Outcome::queue_depth,
+        ),
+        (
+            "Time to the first token, 99th percentile, seconds (less is better)",
+            |o| o.first_quantile(0.99),
+        ),
     ];
     for (caption, value) in bars {
         page.push_str(&bar_chart(caption, outcomes, value));
     }
     page.push_str("</div><h2>Distributions</h2><div class=\"row\">");
     let first = lines(outcomes, |o| cdf(|q| o.first_quantile(q)));
-    page.push_str(&plot("Share of requests with their first token after so many seconds", "seconds", &first));
+    page.push_str(&plot(
+        "Share of requests with their first token after so many seconds",
+        "seconds",
+        &first,
+    ));
     let steps = lines(outcomes, |o| cdf(|q| o.step_quantile(q) * 1e3));
-    page.push_str(&plot("Share of tokens that came so many milliseconds after the one before", "milliseconds", &steps));
+    page.push_str(&plot(
+        "Share of tokens that came so many milliseconds after the one before",
+        "milliseconds",
+        &steps,
+    ));
     page.push_str("</div><h2>Each worker over time</h2>");
     for outcome in outcomes {
-        let _ = write!(page, "<h3>{}</h3><div class=\"row\">", escape(&outcome.policy));
-        let names = if outcome.workers.len() > 1 { ["prefill", "decode"] } else { ["worker", ""] };
+        let _ = write!(
+            page,
+            "<h3>{}</h3><div class=\"row\">",
+            escape(&outcome.policy)
+        );
+        let names = if outcome.workers.len() > 1 {
+            ["prefill", "decode"]
+        } else {
+            ["worker", ""]
+        };
         for (pool, name) in names.iter().enumerate().take(outcome.workers.len()) {
             let loads = series(outcome, pool, |point| f64::from(point.in_flight));
-            page.push_str(&plot(&format!("Requests in flight, {name} workers"), "seconds", &loads));
+            page.push_str(&plot(
+                &format!("Requests in flight, {name} workers"),
+                "seconds",
+                &loads,
+            ));
         }
         let computed = series(outcome, 0, |point| point.computed_per_s / 1e3);
-        page.push_str(&plot("Thousand prompt tokens computed per second", "seconds", &computed));
+        page.push_str(&plot(
+            "Thousand prompt tokens computed per second",
+            "seconds",
+            &computed,
+        ));
         page.push_str("</div>");
     }
     page
@@ -107,7 +140,10 @@ fn lines(outcomes: &[Outcome], points: impl Fn(&Outcome) -> Vec<(f64, f64)>) -> 
 
 fn cdf(quantile: impl Fn(f64) -> f64) -> Vec<(f64, f64)> {
     let shares = (0..=100).map(|percent| f64::from(percent) / 100.0);
-    shares.filter(|share| *share <= 0.99).map(|share| (quantile(share), share)).collect()
+    shares
+        .filter(|share| *share <= 0.99)
+        .map(|share| (quantile(share), share))
+        .collect()
 }
 
 fn series(outcome: &Outcome, pool: usize, value: impl Fn(&Point) -> f64) -> Vec<Line> {
@@ -130,7 +166,8 @@ fn series(outcome: &Outcome, pool: usize, value: impl Fn(&Point) -> f64) -> Vec<
 fn bar_chart(caption: &str, outcomes: &[Outcome], value: fn(&Outcome) -> f64) -> String {
     let most = outcomes.iter().map(value).fold(0.0, f64::max).max(1e-9);
     let height = outcomes.len() as f64 * 24.0 + 8.0;
-    let mut svg = format!("<figure><figcaption>{caption}</figcaption><svg viewBox=\"0 0 {W} {height}\">");
+    let mut svg =
+        format!("<figure><figcaption>{caption}</figcaption><svg viewBox=\"0 0 {W} {height}\">");
     for (index, outcome) in outcomes.iter().enumerate() {
         let (y, x) = (index as f64 * 24.0 + 4.0, 180.0);
         let width = (value(outcome) / most * (W - x - 60.0)).max(1.0);
@@ -155,7 +192,8 @@ fn plot(caption: &str, x_name: &str, lines: &[Line]) -> String {
     let y_max = all().map(|point| point.1).fold(0.0, f64::max).max(1e-9);
     let x = |value: f64| LEFT + value / x_max * (W - LEFT - RIGHT);
     let y = |value: f64| H - BOTTOM - value / y_max * (H - TOP - BOTTOM);
-    let mut svg = format!("<figure><figcaption>{caption}</figcaption><svg viewBox=\"0 0 {W} {H}\">");
+    let mut svg =
+        format!("<figure><figcaption>{caption}</figcaption><svg viewBox=\"0 0 {W} {H}\">");
     for tick in 0..=4 {
         let share = f64::from(tick) / 4.0;
         let (at_x, at_y) = (x(share * x_max), y(share * y_max));
@@ -170,9 +208,18 @@ fn plot(caption: &str, x_name: &str, lines: &[Line]) -> String {
             short(share * x_max),
         );
     }
-    let _ = write!(svg, "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{x_name}</text>", W - RIGHT, H - 4.0);
+    let _ = write!(
+        svg,
+        "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{x_name}</text>",
+        W - RIGHT,
+        H - 4.0
+    );
     for line in lines {
-        let points: Vec<String> = line.points.iter().map(|point| format!("{:.1},{:.1}", x(point.0), y(point.1))).collect();
+        let points: Vec<String> = line
+            .points
+            .iter()
+            .map(|point| format!("{:.1},{:.1}", x(point.0), y(point.1)))
+            .collect();
         let _ = write!(
             svg,
             "<polyline fill=\"none\" stroke=\"{}\" stroke-width=\"1.4\" points=\"{}\"/>",
@@ -182,7 +229,12 @@ fn plot(caption: &str, x_name: &str, lines: &[Line]) -> String {
     }
     svg.push_str("</svg><figcaption>");
     for line in lines {
-        let _ = write!(svg, "<span style=\"color:{}\">\u{25a0}</span> {} &nbsp; ", line.colour, escape(&line.name));
+        let _ = write!(
+            svg,
+            "<span style=\"color:{}\">\u{25a0}</span> {} &nbsp; ",
+            line.colour,
+            escape(&line.name)
+        );
     }
     svg + "</figcaption></figure>"
 }
@@ -197,5 +249,7 @@ fn short(value: f64) -> String {
 }
 
 fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
 }

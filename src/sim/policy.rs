@@ -77,10 +77,15 @@ pub struct Ours {
 
 /// Names of all policies.
 pub fn names() -> impl Iterator<Item = &'static str> {
-    let ours = PolicyKind::ALL.into_iter().filter(|kind| *kind != PolicyKind::KvAware);
+    let ours = PolicyKind::ALL
+        .into_iter()
+        .filter(|kind| *kind != PolicyKind::KvAware);
     let ours = ours.map(PolicyKind::name);
     let others = Kind::ALL.into_iter().map(Kind::name);
-    [FLEET_GATE, EXPECTED_WAIT].into_iter().chain(ours).chain(others)
+    [FLEET_GATE, EXPECTED_WAIT]
+        .into_iter()
+        .chain(ours)
+        .chain(others)
 }
 
 impl Policy {
@@ -89,7 +94,10 @@ impl Policy {
         let ours = |policy| {
             let is_sticky = policy == PolicyKind::StickyLeastLoaded;
             Box::new(Ours {
-                settings: Settings { policy, ..*settings },
+                settings: Settings {
+                    policy,
+                    ..*settings
+                },
                 turn: Turn::new(seed),
                 scratch: Vec::new(),
                 sessions: is_sticky.then(|| Sessions::new(SESSION_COUNT)),
@@ -145,7 +153,12 @@ impl Policy {
             Policy::Ours(ours) => ours.choose(question, prefixes, candidates, books),
             Policy::FleetGate(ours) => ours.fleet_gate(prefixes?, length, candidates, books),
             Policy::ExpectedWait(ours, waits) => {
-                let Ours { settings, turn, scratch, .. } = &mut **ours;
+                let Ours {
+                    settings,
+                    turn,
+                    scratch,
+                    ..
+                } = &mut **ours;
                 let key = prefixes.map(|prefixes| (prefixes, length));
                 expected_wait(settings, waits, key, candidates, &[], books, turn, scratch)
             }
@@ -181,7 +194,14 @@ impl Policy {
     pub fn learn(&mut self, choice: &Choice, seconds: f64) {
         if let Policy::ExpectedWait(_, waits) = self {
             let (bytes, requests) = choice.ahead;
-            waits.observe(choice.slot, Sample { bytes, requests, seconds });
+            waits.observe(
+                choice.slot,
+                Sample {
+                    bytes,
+                    requests,
+                    seconds,
+                },
+            );
         }
     }
 
@@ -231,7 +251,12 @@ impl Ours {
         )
     }
 
-    fn home(&mut self, question: &Question<'_>, candidates: &Candidates, books: &Books) -> Option<Home> {
+    fn home(
+        &mut self,
+        question: &Question<'_>,
+        candidates: &Candidates,
+        books: &Books,
+    ) -> Option<Home> {
         let sessions = self.sessions.as_ref()?;
         let now = Now {
             secs: (question.now / 1_000_000_000) as u32 + 1,
@@ -240,7 +265,10 @@ impl Ours {
         let key = mix(question.session, question.role as u64).max(1);
         let bound = sessions.find(key, now);
         if let Some(slot) = bound.filter(|slot| candidates.contains(*slot)) {
-            return Some(Home { slot, is_new: false });
+            return Some(Home {
+                slot,
+                is_new: false,
+            });
         }
         let rng = &mut self.turn.rng;
         let wanted = home_for_new(candidates, sessions, books, |_| true, rng)?;
@@ -275,7 +303,10 @@ impl Ours {
             let (turn, scratch) = (&mut self.turn, &mut self.scratch);
             return decide(&settings, key, candidates, &[], books, turn, scratch);
         };
-        let holders: Candidates = found.holders().filter(|slot| candidates.contains(*slot)).collect();
+        let holders: Candidates = found
+            .holders()
+            .filter(|slot| candidates.contains(*slot))
+            .collect();
         let key: Key<'_, TreePrefixes<'_>> = Key::None;
         let (turn, scratch) = (&mut self.turn, &mut self.scratch);
         let decision = decide(&settings, key, &holders, &[], books, turn, scratch)?;
@@ -296,7 +327,13 @@ fn facts(
     let mut matches = Vec::new();
     if let Some(tree) = question.tree {
         let (chain, count) = (question.chain, candidates.len());
-        tree.matches(pin, chain, |slot| candidates.contains(slot), count, &mut matches);
+        tree.matches(
+            pin,
+            chain,
+            |slot| candidates.contains(slot),
+            count,
+            &mut matches,
+        );
     }
     let fact = |slot: &Slot| {
         let found = matches.iter().find(|(holder, _)| holder == slot);

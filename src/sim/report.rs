@@ -11,7 +11,18 @@ use super::tally::Outcome;
 pub fn table(outcomes: &[Outcome]) -> String {
     let mut text = format!(
         "{:<24} {:>6} {:>8} {:>9} {:>9} {:>8} {:>8} {:>8} {:>8} {:>7} {:>9} {:>7}\n",
-        "policy", "hit", "computed", "requests", "output", "TTFT p50", "p99", "ITL p50", "p99", "queue", "imbalance", "failed"
+        "policy",
+        "hit",
+        "computed",
+        "requests",
+        "output",
+        "TTFT p50",
+        "p99",
+        "ITL p50",
+        "p99",
+        "queue",
+        "imbalance",
+        "failed"
     );
     let _ = writeln!(
         text,
@@ -52,8 +63,11 @@ pub fn json_of(outcome: &Outcome) -> Value {
         })
     };
     let pools = outcome.workers.iter();
-    let pools: Vec<Vec<Value>> = pools.map(|pool| pool.iter().map(worker).collect()).collect();
-    let quantiles = |of: &dyn Fn(f64) -> f64| json!({"p50": of(0.5), "p90": of(0.9), "p99": of(0.99)});
+    let pools: Vec<Vec<Value>> = pools
+        .map(|pool| pool.iter().map(worker).collect())
+        .collect();
+    let quantiles =
+        |of: &dyn Fn(f64) -> f64| json!({"p50": of(0.5), "p90": of(0.9), "p99": of(0.99)});
     json!({
         "window_s": secs(outcome.window),
         "completion_s": secs(outcome.whole),
@@ -79,7 +93,8 @@ pub fn json_of(outcome: &Outcome) -> Value {
 
 /// The series: a line for each time, policy, pool and worker.
 pub fn csv(outcomes: &[Outcome]) -> String {
-    let mut text = "policy,seconds,pool,worker,in_flight,computed_tokens_per_s,kv_usage\n".to_string();
+    let mut text =
+        "policy,seconds,pool,worker,in_flight,computed_tokens_per_s,kv_usage\n".to_string();
     for outcome in outcomes {
         for (at, pools) in &outcome.series {
             for (pool, points) in pools.iter().enumerate() {

@@ -121,7 +121,12 @@ impl Router {
 
     /// Chooses a worker of a pool and takes a seat on it; what the worker will hold is learnt at once. `tried`: the one to
     /// be tried with this request. `None`: nobody may get requests.
-    pub fn take(&mut self, pool: usize, question: Question<'_>, tried: Option<usize>) -> Option<Seat> {
+    pub fn take(
+        &mut self,
+        pool: usize,
+        question: Question<'_>,
+        tried: Option<usize>,
+    ) -> Option<Seat> {
         let at = pool;
         let pool = &mut self.pools[at];
         self.chain.clear();
@@ -158,7 +163,11 @@ impl Router {
         let tokens = u64::from(question.content.tokens());
         let fresh_tokens = tokens - choice.matched_tokens.min(tokens);
         // As the router's exchange does: under a policy that weighs what is to be computed, that is what waits.
-        let booked = if policy.books_fresh() { fresh_tokens } else { tokens };
+        let booked = if policy.books_fresh() {
+            fresh_tokens
+        } else {
+            tokens
+        };
         let bytes = booked * TOKEN_BYTES;
         let guard = LoadGuard::acquire_at(Arc::clone(&self.books), id, bytes, choice.seen);
         let guard = guard.expect("one core, so the load seen is the load");
@@ -168,9 +177,16 @@ impl Router {
         if !self.chain.is_empty() {
             let shards = &mut self.shards;
             let (tree, slot) = (&self.tree, choice.slot);
-            route::lessons(tree, &pin, &self.chain, slot, &mut self.batches, |owner, lesson| {
-                shards[owner].apply(lesson);
-            });
+            route::lessons(
+                tree,
+                &pin,
+                &self.chain,
+                slot,
+                &mut self.batches,
+                |owner, lesson| {
+                    shards[owner].apply(lesson);
+                },
+            );
         }
         drop(pin);
         for shard in &mut self.shards {

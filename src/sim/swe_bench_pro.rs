@@ -84,6 +84,7 @@ pub fn speeds() -> Speeds {
         decode_context_s: 1.0e-9,
         kv_tokens: 40_000_000,
         kv_block_tokens: 1024,
+        is_hybrid: true,
         transfer_tokens_per_s: 1_000_000.0,
         transfer_s: 0.02,
     }
@@ -128,7 +129,9 @@ pub fn sweep(workload: &Workload, seed: u64) -> Result<Vec<((u32, f64), Outcome)
 
 /// The policies of the experiment.
 pub fn policies() -> Vec<String> {
-    [FLEET_GATE, "cache_aware", EXPECTED_WAIT].map(String::from).into()
+    [FLEET_GATE, "cache_aware", EXPECTED_WAIT]
+        .map(String::from)
+        .into()
 }
 
 /// The figures beside the published ones, and the sweep.

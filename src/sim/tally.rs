@@ -260,7 +260,11 @@ impl Tally {
 
     /// How the first pool's load is spread.
     pub fn sample(&mut self, now: Ns, points: Vec<Vec<Point>>) {
-        let first = points.first().into_iter().flatten().map(|point| f64::from(point.in_flight));
+        let first = points
+            .first()
+            .into_iter()
+            .flatten()
+            .map(|point| f64::from(point.in_flight));
         let (count, sum, most) = first.fold((0.0, 0.0, 0.0_f64), |(count, sum, most), load| {
             (count + 1.0, sum + load, most.max(load))
         });
@@ -282,7 +286,9 @@ impl Tally {
         outcome.imbalance = self.peaks.0 / self.peaks.1.max(1) as f64;
         let steps = self.steps.into_iter();
         let seconds = |bucket: u32| ((f64::from(bucket) + 0.5) / STEP_BUCKETS).exp() / 1e6;
-        outcome.steps = steps.map(|(bucket, count)| (seconds(bucket), count)).collect();
+        outcome.steps = steps
+            .map(|(bucket, count)| (seconds(bucket), count))
+            .collect();
         outcome
     }
 }

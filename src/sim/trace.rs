@@ -60,14 +60,20 @@ fn files(path: &Path) -> std::io::Result<Vec<PathBuf>> {
     }
     let entries = fs::read_dir(path)?.map(|entry| Ok(entry?.path()));
     let mut files: Vec<PathBuf> = entries.collect::<std::io::Result<_>>()?;
-    files.retain(|file| file.extension().is_some_and(|extension| extension == "jsonl"));
+    files.retain(|file| {
+        file.extension()
+            .is_some_and(|extension| extension == "jsonl")
+    });
     files.sort();
     Ok(files)
 }
 
 /// The lines that are not empty, with their numbers.
 fn lines(text: &str) -> impl Iterator<Item = (usize, &str)> {
-    let lines = text.lines().enumerate().map(|(index, line)| (index + 1, line.trim()));
+    let lines = text
+        .lines()
+        .enumerate()
+        .map(|(index, line)| (index + 1, line.trim()));
     lines.filter(|(_, line)| !line.is_empty())
 }
 
@@ -103,19 +109,28 @@ fn azure(text: &str) -> Result<Workload, String> {
     for (number, line) in lines(text).skip(1) {
         let wrong = || format!("line {number}: not TIMESTAMP,ContextTokens,GeneratedTokens");
         let mut parts = line.split(',');
-        let (Some(time), Some(context), Some(generated)) = (parts.next(), parts.next(), parts.next()) else {
+        let (Some(time), Some(context), Some(generated)) =
+            (parts.next(), parts.next(), parts.next())
+        else {
             return Err(wrong());
         };
         let tokens = |text: &str| text.trim().parse::<u32>().map_err(|_| wrong());
-        rows.push((seconds_of(time).ok_or_else(wrong)?, tokens(context)?, tokens(generated)?));
+        rows.push((
+            seconds_of(time).ok_or_else(wrong)?,
+            tokens(context)?,
+            tokens(generated)?,
+        ));
     }
     rows.sort_by(|a, b| a.0.total_cmp(&b.0));
     let first = rows.first().map_or(0.0, |row| row.0);
-    let requests = rows.into_iter().enumerate().map(|(index, (at, context, generated))| {
-        let mut content = Content::default();
-        content.push(mix(0xa20e, index as u64), context.max(1));
-        (ns(at - first), content, generated)
-    });
+    let requests = rows
+        .into_iter()
+        .enumerate()
+        .map(|(index, (at, context, generated))| {
+            let mut content = Content::default();
+            content.push(mix(0xa20e, index as u64), context.max(1));
+            (ns(at - first), content, generated)
+        });
     Ok(Workload::open(requests))
 }
 
@@ -142,7 +157,10 @@ fn agent(text: &str) -> Result<Workload, String> {
     let mut sessions: BTreeMap<String, Vec<AgentRow>> = BTreeMap::new();
     for line in lines(text) {
         let row: AgentRow = of_json(line)?;
-        sessions.entry(row.session_id.clone()).or_default().push(row);
+        sessions
+            .entry(row.session_id.clone())
+            .or_default()
+            .push(row);
     }
     let session = |(index, mut rows): (usize, Vec<AgentRow>)| {
         rows.sort_by(|a, b| a.timestamp.total_cmp(&b.timestamp));
@@ -154,7 +172,10 @@ fn agent(text: &str) -> Result<Workload, String> {
             let shared = before.map_or(0, |(_, text)| shared_bytes(text, &row.input));
             content.truncate((shared / TOKEN_CHARS) as u32);
             let total = (row.input.len() / TOKEN_CHARS).max(1) as u32;
-            content.push(mix(name, turn as u64), total.saturating_sub(content.tokens()));
+            content.push(
+                mix(name, turn as u64),
+                total.saturating_sub(content.tokens()),
+            );
             turns.push(Turn {
                 pause: before.map_or(0, |(at, _)| ns((row.timestamp - at) / 1e6)),
                 content: Arc::new(content.clone()),
@@ -189,7 +210,8 @@ fn tracelab(text: &str) -> Result<Workload, String> {
         }
         let value = |index: usize| {
             let text = parts.get(index).copied().unwrap_or_default();
-            text.parse::<f64>().map_err(|_| format!("line {number}: column {} is no number", index + 1))
+            text.parse::<f64>()
+                .map_err(|_| format!("line {number}: column {} is no number", index + 1))
         };
         let row = (
             value(2)? as u32,
@@ -228,7 +250,9 @@ fn tracelab(text: &str) -> Result<Workload, String> {
     let mut sessions: Vec<Session> = sessions.into_values().enumerate().map(session).collect();
     sessions.sort_by_key(|session| session.start);
     let first: Ns = sessions.first().map_or(0, |session| session.start);
-    sessions.iter_mut().for_each(|session| session.start -= first);
+    sessions
+        .iter_mut()
+        .for_each(|session| session.start -= first);
     Ok(Workload {
         sessions,
         seats: None,

@@ -17,12 +17,24 @@ fn mooncake_rows_share_the_blocks_of_equal_ids() {
                 {\"timestamp\": 0, \"input_length\": 1024, \"output_length\": 5, \"hash_ids\": [0, 7]}\n\n\
                 {\"timestamp\": 2500, \"input_length\": 600, \"output_length\": 1, \"hash_ids\": [0, 9]}\n";
     let workload = mooncake(text).unwrap();
-    let starts: Vec<Ns> = workload.sessions.iter().map(|session| session.start).collect();
+    let starts: Vec<Ns> = workload
+        .sessions
+        .iter()
+        .map(|session| session.start)
+        .collect();
     assert_eq!(starts, [0, ns(2.0), ns(2.5)]);
-    let (first, second, third) = (turn(&workload, 0, 0), turn(&workload, 1, 0), turn(&workload, 2, 0));
+    let (first, second, third) = (
+        turn(&workload, 0, 0),
+        turn(&workload, 1, 0),
+        turn(&workload, 2, 0),
+    );
     assert_eq!((second.content.tokens(), second.output_tokens), (1300, 9));
     assert_eq!((shares(first, second), shares(second, third)), (1024, 512));
-    assert!(mooncake("{\"timestamp\": 1}").unwrap_err().starts_with("line 1: "));
+    assert!(
+        mooncake("{\"timestamp\": 1}")
+            .unwrap_err()
+            .starts_with("line 1: ")
+    );
 }
 
 #[test]
@@ -31,7 +43,10 @@ fn azure_rows_share_nothing() {
                 2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:18:04.0319600,3180,8\n";
     let workload = azure(text).unwrap();
     let (first, second) = (turn(&workload, 0, 0), turn(&workload, 1, 0));
-    assert_eq!((first.content.tokens(), second.content.tokens()), (4808, 3180));
+    assert_eq!(
+        (first.content.tokens(), second.content.tokens()),
+        (4808, 3180)
+    );
     assert_eq!((shares(first, second), second.output_tokens), (0, 8));
     let gap = workload.sessions[1].start as f64 / 1e9;
     assert!((gap - 60.052).abs() < 1e-6, "{gap}");
@@ -42,7 +57,9 @@ fn azure_rows_share_nothing() {
 #[test]
 fn agents_turns_share_what_their_texts_share() {
     let row = |at: u64, input: &str, session: &str| {
-        format!("{{\"timestamp\": {at}, \"input\": \"{input}\", \"output\": \"01234567\", \"session_id\": \"{session}\"}}\n")
+        format!(
+            "{{\"timestamp\": {at}, \"input\": \"{input}\", \"output\": \"01234567\", \"session_id\": \"{session}\"}}\n"
+        )
     };
     let text = [
         row(3_000_000, "aaaabbbbccccdddd", "one"),

@@ -41,27 +41,33 @@ pub struct Workload {
 impl Workload {
     /// Requests of all sessions.
     pub fn request_count(&self) -> usize {
-        self.sessions.iter().map(|session| session.turns.len()).sum()
+        self.sessions
+            .iter()
+            .map(|session| session.turns.len())
+            .sum()
     }
 
     /// The longest prompt with its answer, in tokens.
     pub fn tokens_max(&self) -> u32 {
         let turns = self.sessions.iter().flat_map(|session| &session.turns);
-        let longest = turns.map(|turn| turn.content.tokens() + turn.output_tokens).max();
+        let longest = turns
+            .map(|turn| turn.content.tokens() + turn.output_tokens)
+            .max();
         longest.unwrap_or(0)
     }
 
     /// Requests of one turn each, at given times.
     pub fn open(requests: impl IntoIterator<Item = (Ns, Content, u32)>) -> Workload {
-        let session = |(name, (start, content, output_tokens)): (usize, (Ns, Content, u32))| Session {
-            name: mix(0x0be4, name as u64),
-            start,
-            turns: vec![Turn {
-                pause: 0,
-                content: Arc::new(content),
-                output_tokens: output_tokens.max(1),
-            }],
-        };
+        let session =
+            |(name, (start, content, output_tokens)): (usize, (Ns, Content, u32))| Session {
+                name: mix(0x0be4, name as u64),
+                start,
+                turns: vec![Turn {
+                    pause: 0,
+                    content: Arc::new(content),
+                    output_tokens: output_tokens.max(1),
+                }],
+            };
         let sessions = requests.into_iter().enumerate().map(session);
         Workload {
             sessions: sessions.collect(),
@@ -166,7 +172,8 @@ impl Rollouts {
         let name = mix(0xa6e7, index);
         let turns = rng.log_normal(self.turns, self.turns_sigma);
         let count = turns.clamp(TURNS.0, TURNS.1) as usize;
-        let tokens = |rng: &mut Rng, mean: f64, sigma: f64| rng.log_normal(mean, sigma).max(1.0) as u32;
+        let tokens =
+            |rng: &mut Rng, mean: f64, sigma: f64| rng.log_normal(mean, sigma).max(1.0) as u32;
         let mut content = Content::default();
         content.push(1, self.system_tokens);
         content.push(mix(name, 0), tokens(rng, self.task_tokens, 0.5));

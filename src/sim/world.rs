@@ -226,18 +226,30 @@ impl<'a> World<'a> {
             }
         }
         for (pool, engines) in self.engines.iter_mut().enumerate() {
-            assert_eq!(self.router.in_flight(pool), 0, "the books are zero at the end");
+            assert_eq!(
+                self.router.in_flight(pool),
+                0,
+                "the books are zero at the end"
+            );
             for (worker, engine) in engines.iter_mut().enumerate() {
                 if self.is_over {
                     engine.restart();
                 }
-                assert_eq!((engine.job_count(), engine.kv.pinned()), (0, 0), "nothing is left on a worker");
+                assert_eq!(
+                    (engine.job_count(), engine.kv.pinned()),
+                    (0, 0),
+                    "nothing is left on a worker"
+                );
                 let sums = &mut self.tally.outcome.workers[pool][worker];
                 sums.evicted = engine.kv.evicted_count;
                 sums.busy = engine.busy;
             }
         }
-        assert_eq!(self.router.books.underflow_count(), 0, "nothing was given back twice");
+        assert_eq!(
+            self.router.books.underflow_count(),
+            0,
+            "nothing was given back twice"
+        );
         self.tally.outcome.outs = self.judge.map_or_else(Vec::new, |judge| judge.outs);
         self.tally.close(self.agenda.now())
     }
@@ -328,7 +340,8 @@ impl<'a> World<'a> {
         self.give_back(request.seats, request.is_prefilled);
         let turns = &self.workload.sessions[session].turns;
         if is_good {
-            self.tally.request_done(turns[self.turns[session]].output_tokens);
+            self.tally
+                .request_done(turns[self.turns[session]].output_tokens);
         } else {
             self.tally.outcome.failed += 1;
         }
@@ -347,7 +360,11 @@ impl<'a> World<'a> {
     fn send(&mut self, id: usize) {
         let now = self.agenda.now();
         let is_disaggregated = self.setup.is_disaggregated();
-        let role = if is_disaggregated { Role::Prefill } else { Role::Regular };
+        let role = if is_disaggregated {
+            Role::Prefill
+        } else {
+            Role::Regular
+        };
         let Some(first) = self.take(id, PREFILL, role) else {
             return self.homeless.push(id);
         };
@@ -364,7 +381,11 @@ impl<'a> World<'a> {
             request.chosen = now;
             request.seats = [Some(first), decode];
         }
-        let part = if is_disaggregated { Part::Prefill } else { Part::Whole };
+        let part = if is_disaggregated {
+            Part::Prefill
+        } else {
+            Part::Whole
+        };
         self.submit(PREFILL, worker, id, part);
     }
 
@@ -383,9 +404,10 @@ impl<'a> World<'a> {
         let Router { books, pools, .. } = &self.router;
         let ids = &pools[pool].ids;
         let now = self.agenda.now();
-        let tried = self.judge.as_mut().and_then(|judge| {
-            judge.to_try(pool, now, |worker| books.in_flight(ids[worker].slot))
-        });
+        let tried = self
+            .judge
+            .as_mut()
+            .and_then(|judge| judge.to_try(pool, now, |worker| books.in_flight(ids[worker].slot)));
         let tried = tried.filter(|worker| !self.is_down[pool][*worker]);
         if let Some(request) = &mut self.requests[id] {
             request.is_trial[pool] = tried.is_some();
@@ -416,11 +438,17 @@ impl<'a> World<'a> {
     }
 
     fn submit(&mut self, pool: usize, worker: usize, id: usize, part: Part) {
-        let Some(request) = &self.requests[id] else { return };
+        let Some(request) = &self.requests[id] else {
+            return;
+        };
         let session = &self.workload.sessions[request.session];
         let turn = &session.turns[self.turns[request.session]];
         let engine = &mut self.engines[pool][worker];
-        let answer = if part == Part::Prefill { 0 } else { turn.output_tokens };
+        let answer = if part == Part::Prefill {
+            0
+        } else {
+            turn.output_tokens
+        };
         let blocks = turn.content.blocks(engine.speeds().kv_block_tokens, answer);
         engine.submit(Job {
             id,
@@ -483,7 +511,8 @@ impl<'a> World<'a> {
     fn began(&mut self, pool: usize, worker: usize, id: usize, cached: u32) {
         if let Some(request) = &self.requests[id] {
             let turn = &self.workload.sessions[request.session].turns[self.turns[request.session]];
-            self.tally.began(pool, worker, turn.content.tokens(), cached);
+            self.tally
+                .began(pool, worker, turn.content.tokens(), cached);
         }
     }
 
@@ -493,7 +522,9 @@ impl<'a> World<'a> {
         if pool == PREFILL && self.setup.is_disaggregated() {
             return;
         }
-        let Some(request) = &mut self.requests[id] else { return };
+        let Some(request) = &mut self.requests[id] else {
+            return;
+        };
         if let Some(judge) = &mut self.judge {
             judge.first(pool, worker, request.is_trial[pool]);
         }
@@ -509,7 +540,9 @@ impl<'a> World<'a> {
     /// The prompt is computed.
     fn prefilled(&mut self, id: usize) {
         let now = self.agenda.now();
-        let Some(request) = &mut self.requests[id] else { return };
+        let Some(request) = &mut self.requests[id] else {
+            return;
+        };
         request.is_prefilled = true;
         self.tally.queue(now, -1);
         let waited = secs(now - request.chosen);
@@ -528,7 +561,9 @@ impl<'a> World<'a> {
             return self.end_request(id, true);
         }
         self.prefilled(id);
-        let Some(request) = &mut self.requests[id] else { return };
+        let Some(request) = &mut self.requests[id] else {
+            return;
+        };
         let seat = request.seats[PREFILL].take();
         let decode = request.seats[DECODE].as_ref().map(|seat| seat.id.slot);
         if let Some(seat) = seat {
@@ -544,7 +579,12 @@ impl<'a> World<'a> {
 
     fn fault(&mut self, index: usize) {
         let now = self.agenda.now();
-        let Planned { pool, worker, fault, .. } = self.setup.faults[index];
+        let Planned {
+            pool,
+            worker,
+            fault,
+            ..
+        } = self.setup.faults[index];
         let engine = &mut self.engines[pool][worker];
         match fault {
             Fault::Stall(seconds) => {
@@ -563,7 +603,8 @@ impl<'a> World<'a> {
                 self.is_down[pool][worker] = true;
                 self.shut_out(pool);
                 self.leave(pool, worker);
-                self.agenda.add(now + ns(seconds), Event::Back(pool, worker));
+                self.agenda
+                    .add(now + ns(seconds), Event::Back(pool, worker));
             }
         }
     }
@@ -576,7 +617,9 @@ impl<'a> World<'a> {
             seat.is_some_and(|seat| router.pools[pool].index(seat.id.slot) == worker)
         };
         for id in 0..self.requests.len() {
-            let Some(request) = &mut self.requests[id] else { continue };
+            let Some(request) = &mut self.requests[id] else {
+                continue;
+            };
             if !has_seat(request, &self.router) {
                 continue;
             }
@@ -608,11 +651,12 @@ impl<'a> World<'a> {
         let Some(judge) = &self.judge else { return };
         for (pool, worker) in judge.stalled() {
             for id in 0..self.requests.len() {
-                let Some(request) = &mut self.requests[id] else { continue };
+                let Some(request) = &mut self.requests[id] else {
+                    continue;
+                };
                 let seat = request.seats.get(pool).and_then(Option::as_ref);
-                let is_there = seat.is_some_and(|seat| {
-                    self.router.pools[pool].index(seat.id.slot) == worker
-                });
+                let is_there =
+                    seat.is_some_and(|seat| self.router.pools[pool].index(seat.id.slot) == worker);
                 if !is_there || request.has_first || !self.engines[pool][worker].abort(id) {
                     continue;
                 }
@@ -632,7 +676,10 @@ impl<'a> World<'a> {
         let down = &self.is_down[pool];
         let judge = &self.judge;
         let is_out = |worker: usize| {
-            down[worker] || judge.as_ref().is_some_and(|judge| judge.is_out(pool, worker))
+            down[worker]
+                || judge
+                    .as_ref()
+                    .is_some_and(|judge| judge.is_out(pool, worker))
         };
         self.router.shut_out(pool, is_out);
     }
@@ -659,14 +706,18 @@ impl<'a> World<'a> {
         for (pool, engines) in self.engines.iter().enumerate() {
             let ids = &self.router.pools[pool].ids;
             let then = &mut self.computed_then[pool];
-            let points = engines.iter().zip(ids).zip(then).map(|((engine, id), then)| {
-                let before = std::mem::replace(then, engine.computed_tokens);
-                Point {
-                    in_flight: self.router.books.in_flight(id.slot),
-                    computed_per_s: (engine.computed_tokens - before) as f64 / step,
-                    kv_usage: engine.kv.pinned() as f64 / engine.kv.capacity().max(1) as f64,
-                }
-            });
+            let points = engines
+                .iter()
+                .zip(ids)
+                .zip(then)
+                .map(|((engine, id), then)| {
+                    let before = std::mem::replace(then, engine.computed_tokens);
+                    Point {
+                        in_flight: self.router.books.in_flight(id.slot),
+                        computed_per_s: (engine.computed_tokens - before) as f64 / step,
+                        kv_usage: engine.kv.pinned() as f64 / engine.kv.capacity().max(1) as f64,
+                    }
+                });
             all.push(points.collect());
         }
         self.tally.sample(now, all);
