@@ -235,7 +235,7 @@ fn the_gate_computes_far_more_and_ends_far_fewer_rollouts_than_the_rule() {
 
 /// Half of the requests begin with one prefix, one worker of six is ten times slower from the first second on.
 #[test]
-fn a_slow_worker_gets_less_under_expected_wait_than_under_least_loaded() {
+fn a_slow_worker_costs_less_under_expected_wait_than_under_least_loaded() {
     let mut rng = Rng::new(6);
     let mut at = 0.0;
     let requests = (0..6000_u64).map(|n| {
@@ -256,9 +256,8 @@ fn a_slow_worker_gets_less_under_expected_wait_than_under_least_loaded() {
             }],
             ..Setup::plain(6, Speeds::default(), policy)
         };
-        let outcome = run(&setup, &workload).unwrap();
-        (outcome.first_quantile(0.99), outcome.workers[0][3].chosen)
+        run(&setup, &workload).unwrap().first_quantile(0.99)
     };
     let (wait, least) = (p99("expected_wait"), p99("least_loaded"));
-    assert!(wait.0 < least.0 && wait.1 < least.1, "{wait:?} {least:?}");
+    assert!(wait < least / 4.0, "{wait} s, {least} s");
 }

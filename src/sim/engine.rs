@@ -37,6 +37,8 @@ pub struct Speeds {
     pub kv_tokens: u64,
     /// Tokens of a block: what is shared is shared by whole blocks.
     pub kv_block_tokens: u32,
+    /// A prefix that loses a block is lost as a whole, see [`Kv::is_lost_whole`].
+    pub is_hybrid: bool,
     /// P/D: tokens a second whose KV a decode worker fetches, for each request.
     pub transfer_tokens_per_s: f64,
     /// P/D: seconds before the first of them.
@@ -57,6 +59,7 @@ impl Default for Speeds {
             decode_context_s: 1.5e-8,
             kv_tokens: 1_000_000,
             kv_block_tokens: 64,
+            is_hybrid: false,
             transfer_tokens_per_s: 400_000.0,
             transfer_s: 0.005,
         }
@@ -174,8 +177,10 @@ impl Engine {
     /// An idle worker.
     pub fn new(speeds: Speeds) -> Engine {
         let blocks = speeds.kv_tokens / u64::from(speeds.kv_block_tokens);
+        let mut kv = Kv::new(blocks);
+        kv.is_lost_whole = speeds.is_hybrid;
         Engine {
-            kv: Kv::new(blocks),
+            kv,
             speeds,
             pace: 1.0,
             stalled_until: 0,

@@ -29,6 +29,9 @@ pub struct Kv {
     unused: u64,
     /// Blocks that had to go, since the start.
     pub evicted_count: u64,
+    /// A prompt's beginning goes before its tail, so that it is lost as a whole: so it is with models that keep a state and
+    /// not only keys and values, which can be taken up at its end alone.
+    pub is_lost_whole: bool,
 }
 
 impl Kv {
@@ -45,6 +48,7 @@ impl Kv {
             newest: NONE,
             unused: 0,
             evicted_count: 0,
+            is_lost_whole: false,
         }
     }
 
@@ -96,8 +100,13 @@ impl Kv {
     /// The request is done: its blocks stay, for as long as there is room.
     pub fn unpin(&mut self, names: &[u64], private: u64) {
         self.private -= private;
-        for name in names.iter().rev() {
-            let index = self.by_name[name];
+        for at in 0..names.len() {
+            let from_start = if self.is_lost_whole {
+                at
+            } else {
+                names.len() - 1 - at
+            };
+            let index = self.by_name[&names[from_start]];
             let block = &mut self.blocks[index as usize];
             block.users -= 1;
             if block.users == 0 {
@@ -110,6 +119,7 @@ impl Kv {
     pub fn clear(&mut self) {
         *self = Kv {
             evicted_count: self.evicted_count,
+            is_lost_whole: self.is_lost_whole,
             ..Kv::new(self.capacity)
         };
     }
