@@ -37,6 +37,7 @@ fn values(arg: &Arg) -> Vec<Vec<String>> {
         "/a",
         "x-a",
         "http://w:1",
+        "127.0.0.1:53",
         "a \"quoted\" \\ text\u{7f}",
         "*",
         "42",

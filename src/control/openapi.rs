@@ -347,6 +347,7 @@ fn schemas() -> Value {
         ("models", list(text())),
         ("worker_type", role()),
         ("is_healthy", flag()),
+        ("sources", list(text())),
         ("state", text()),
         ("load", count()),
         ("connection_mode", text()),

@@ -9,8 +9,9 @@
 //! # The parameters
 //!
 //! They are the same for all policies. Those of the first group are published, those of the second follow from what is
-//! published, those of the third were chosen once, within what is usual, so that the fleet as a whole comes out at the size
-//! of the published one; nothing looks at the policy.
+//! published. Those of the third are fitted: of about a dozen sets within what is usual, the one that brings both published
+//! rows nearest at the same time was taken. These two rows are no predictions, then; what follows from the mechanism is their
+//! order, and whatever the simulator says of other policies.
 //!
 //! | parameter | value | why |
 //! |---|---|---|
