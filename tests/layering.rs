@@ -26,6 +26,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
                 "access",
                 "access_log",
                 "held",
+                "http",
                 "route",
                 "tls",
                 "demo",
