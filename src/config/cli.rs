@@ -167,7 +167,7 @@ pub struct ListenerArgs {
     #[arg(long, num_args = 0.., value_name = "URL")]
     #[arg(env = "CORELANE_WORKER_URLS", hide_env = true)]
     pub worker_urls: Vec<String>,
-    /// Web pages of these origins (https://example.com) may ask and read the answers; * is any (default: none)
+    /// Web pages of these origins (scheme://host, with the port if it has one) may ask and read the answers; * is any (default: none)
     #[arg(long, num_args = 0.., value_name = "ORIGIN")]
     #[arg(env = "CORELANE_CORS_ALLOWED_ORIGINS", hide_env = true)]
     pub cors_allowed_origins: Vec<String>,

@@ -54,7 +54,7 @@ impl Refusal {
         error.to_string().into_bytes()
     }
 
-    /// The whole answer, framed; `cors`: see [`write`].
+    /// The whole answer, framed; `cors`: see [`write()`].
     pub fn write(&self, cors: &[u8], keep_alive: bool, without_body: bool) -> Vec<u8> {
         let body = self.body();
         let mut headers = vec![("content-type".to_string(), b"application/json".to_vec())];

@@ -22,7 +22,7 @@ mod pods;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::Plane;
 use super::registry::Finder;
@@ -30,7 +30,7 @@ use crate::config::DiscoveryConfig;
 
 /// How often it is tried again to add what was refused.
 #[cfg(any(feature = "dns", feature = "kubernetes"))]
-const RETRY_PAUSE: Duration = Duration::from_secs(1);
+const RETRY_PAUSE: std::time::Duration = std::time::Duration::from_secs(1);
 
 /// What each way of finding workers has seen.
 #[derive(Debug, Default)]
