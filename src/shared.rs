@@ -882,10 +882,7 @@ impl Shared {
 
     /// The second by which sessions grow old.
     pub fn session_time(&self, config: &Config) -> shards::Now {
-        shards::Now {
-            secs: self.started.elapsed().as_secs() as u32,
-            ttl_secs: config.session_ttl_secs,
-        }
+        self.age_of(config.session_ttl_secs)
     }
 
     /// The same for sessions that end when they were idle for so long.

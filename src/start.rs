@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use shards::{Books, Domain, Gate, Lesson, Receiver, SLOT_COUNT_MAX, Sender, TreeLimits};
 
 use crate::access_log::{AccessLog, AccessWriter};
-use crate::config::Config;
+use crate::config::{Config, TokenizerConfig};
 use crate::control::{self, Control, SideListener, SideListeners};
 use crate::core::{self, IndexShard, Seed};
 use crate::doctor;
@@ -354,18 +354,21 @@ fn index(
     (Some(kv), shards)
 }
 
+fn tokenizer_in_use(config: &Config) -> Option<&TokenizerConfig> {
+    let tokenizer = config.kv.tokenizer.as_ref();
+    tokenizer.filter(|_| config.uses_kv_events())
+}
+
 /// Where prompts of text go, if their tokens are wanted.
 fn desk(config: &Config) -> Option<Arc<Desk>> {
-    let tokenizer = config.kv.tokenizer.as_ref();
-    let tokenizer = tokenizer.filter(|_| config.uses_kv_events())?;
+    let tokenizer = tokenizer_in_use(config)?;
     let desk = Desk::new(tokenizer.queue_count_max, tokenizer.thread_count);
     Some(Arc::new(desk))
 }
 
 #[cfg(feature = "tokenizer")]
 fn models(config: &Config) -> Result<Option<crate::tokenize::pool::Models>, String> {
-    let tokenizer = config.kv.tokenizer.as_ref();
-    let Some(tokenizer) = tokenizer.filter(|_| config.uses_kv_events()) else {
+    let Some(tokenizer) = tokenizer_in_use(config) else {
         return Ok(None);
     };
     let models = crate::tokenize::pool::Models::open(

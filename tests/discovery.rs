@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 #[cfg(feature = "dns")]
 use common::dns::{Dns, Record};
 use common::process::*;
-use common::{Client, File, Worker, chat, post};
+use common::{Client, File, Worker, chat, post, until_within};
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -23,46 +23,19 @@ fn router(flags: &[&str]) -> RouterProcess {
     RouterProcess::start(command)
 }
 
-/// URLs and who says that they are there, sorted.
-async fn found(router: &RouterProcess) -> Vec<(String, String)> {
-    let (_, page) = router.get("/workers").await;
-    let workers = page["workers"].as_array().cloned().unwrap_or_default();
-    let text = |worker: &Value| {
-        let sources = worker["sources"].as_array().cloned().unwrap_or_default();
-        let sources = sources.iter().filter_map(Value::as_str);
-        (
-            worker["url"].as_str().unwrap_or_default().to_owned(),
-            sources.collect::<Vec<_>>().join("+"),
-        )
-    };
-    let mut all: Vec<_> = workers.iter().map(text).collect();
-    all.sort();
-    all
+/// Who says that a worker is there.
+fn sources(worker: &Value) -> String {
+    let sources = worker["sources"].as_array().cloned().unwrap_or_default();
+    let sources = sources.iter().filter_map(Value::as_str);
+    sources.collect::<Vec<_>>().join("+")
 }
 
 async fn until_found(router: &RouterProcess, wanted: &[(&str, &str)]) {
-    let mut wanted: Vec<_> = wanted
-        .iter()
-        .map(|(url, sources)| (url.to_string(), sources.to_string()))
-        .collect();
-    wanted.sort();
-    let end = Instant::now() + PATIENCE;
-    loop {
-        let found = found(router).await;
-        if found == wanted {
-            return;
-        }
-        assert!(Instant::now() < end, "{found:?}, not {wanted:?}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    router.until_workers_are(PATIENCE, sources, wanted).await;
 }
 
-async fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !is_so() {
-        assert!(Instant::now() < end, "waited in vain: {what}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+async fn until(what: &str, is_so: impl FnMut() -> bool) {
+    until_within(PATIENCE, what, is_so).await;
 }
 
 async fn errors(router: &RouterProcess, source: &str) -> f64 {
@@ -100,7 +73,7 @@ async fn a_file_is_followed_and_a_bad_one_changes_nothing() {
                 .any(|line| line.contains(why))
         })
         .await;
-        assert_eq!(found(&router).await.len(), 2, "{why}");
+        assert_eq!(router.workers().await.len(), 2, "{why}");
     }
     std::fs::remove_file(file.path()).unwrap();
     until("it says so", || !router.logged("cannot be read").is_empty()).await;

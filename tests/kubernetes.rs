@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use common::kube::{KubeApi, Pod};
 use common::process::*;
-use common::{Client, Worker, chat, post};
+use common::{Client, Worker, chat, post, until_equal, until_within};
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -71,44 +71,16 @@ const PLAIN: [&str; 4] = [
     "llm",
 ];
 
-async fn workers(router: &RouterProcess) -> Vec<Value> {
-    let (_, page) = router.get("/workers").await;
-    page["workers"].as_array().cloned().unwrap_or_default()
-}
-
-/// URL and state of each worker, sorted.
-async fn states(router: &RouterProcess) -> Vec<(String, String)> {
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let all = workers(router).await;
-    let all = all.iter().map(|w| (text(&w["url"]), text(&w["state"])));
-    let mut all: Vec<_> = all.collect();
-    all.sort();
-    all
+fn state(worker: &Value) -> String {
+    worker["state"].as_str().unwrap_or_default().to_owned()
 }
 
 async fn until_states_are(router: &RouterProcess, wanted: &[(&str, &str)]) {
-    let mut wanted: Vec<_> = wanted
-        .iter()
-        .map(|(url, state)| (url.to_string(), state.to_string()))
-        .collect();
-    wanted.sort();
-    let end = Instant::now() + PATIENCE;
-    loop {
-        let found = states(router).await;
-        if found == wanted {
-            return;
-        }
-        assert!(Instant::now() < end, "{found:?}, not {wanted:?}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    router.until_workers_are(PATIENCE, state, wanted).await;
 }
 
-async fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !is_so() {
-        assert!(Instant::now() < end, "waited in vain: {what}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+async fn until(what: &str, is_so: impl FnMut() -> bool) {
+    until_within(PATIENCE, what, is_so).await;
 }
 
 /// Sends so many requests; how many each worker got.
@@ -134,7 +106,7 @@ async fn pods_come_and_go_and_only_those_of_the_selector_are_workers() {
     let router = router(&api, fleet.port, &PLAIN);
     let (a, b) = (fleet.url(0), fleet.url(1));
     until_states_are(&router, &[(&a, "ready")]).await;
-    let first = &workers(&router).await[0];
+    let first = &router.workers().await[0];
     assert_eq!(first["sources"], json!(["kubernetes"]), "{first}");
     let path = &api.paths()[0];
     assert!(path.starts_with("/api/v1/namespaces/llm/pods?"), "{path}");
@@ -321,11 +293,8 @@ async fn a_pod_with_another_address_or_in_anothers_place_is_another_worker() {
     assert_eq!(router.series(removed).await, 1.0);
     pod.uid = "another".to_owned();
     api.apply(&pod);
-    let end = Instant::now() + PATIENCE;
-    while router.series(removed).await != 2.0 {
-        assert!(Instant::now() < end, "the old pod's worker stays");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    // The old pod's worker goes.
+    until_equal(PATIENCE, 2.0, async || router.series(removed).await).await;
     until_states_are(&router, &[(&b, "ready")]).await;
 }
 
@@ -358,7 +327,7 @@ async fn each_role_has_its_selector_and_prefill_pods_say_their_bootstrap_port() 
     let urls: Vec<String> = (0..4).map(|n| fleet.url(n)).collect();
     let all: Vec<(&str, &str)> = urls.iter().map(|url| (url.as_str(), "ready")).collect();
     until_states_are(&router, &all).await;
-    let mut found: Vec<Value> = workers(&router).await;
+    let mut found: Vec<Value> = router.workers().await;
     found.sort_by_key(|worker| worker["url"].to_string());
     let of = |name: &str| found.iter().map(|w| w[name].clone()).collect::<Vec<_>>();
     let roles = of("worker_type");
@@ -375,7 +344,7 @@ async fn each_role_has_its_selector_and_prefill_pods_say_their_bootstrap_port() 
     api.apply(&pods[0]);
     let end = Instant::now() + PATIENCE;
     loop {
-        let now = workers(&router).await;
+        let now = router.workers().await;
         let first = now.iter().find(|w| w["url"] == *urls[0]);
         if first.is_some_and(|w| w["bootstrap_port"] == 9009) {
             return;
@@ -399,23 +368,17 @@ async fn long_lists_come_in_pages_and_a_refusal_says_which_right_is_missing() {
     let needs = "get, list and watch on pods are needed";
     until("it says so", || !router.logged(needs).is_empty()).await;
     api.fail(None);
-    let end = Instant::now() + PATIENCE;
-    while workers(&router).await.len() != 700 {
-        assert!(Instant::now() < end, "{}", workers(&router).await.len());
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    until_equal(PATIENCE, 700, async || router.workers().await.len()).await;
     assert_eq!(api.counts().2, 2, "pages");
     until("it watches", || api.watcher_count() == 1).await;
     api.apply(&Pod::new("z", &fleet.ip(0), "app=vllm"));
     let url = fleet.url(0);
-    let end = Instant::now() + PATIENCE;
-    while !states(&router)
-        .await
-        .contains(&(url.clone(), "ready".to_owned()))
-    {
-        assert!(Instant::now() < end, "one that answers waits for others");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    // One that answers does not wait for others.
+    let is_ready = async || {
+        let all = router.workers().await;
+        all.iter().any(|w| w["url"] == *url && state(w) == "ready")
+    };
+    until_equal(PATIENCE, true, is_ready).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
@@ -430,7 +393,7 @@ async fn a_pod_that_is_listed_too_stays_when_it_is_found_no_more() {
     let router = router(&api, fleet.port, &flags);
     let all = [(&*a, "ready"), (&*b, "ready"), (&*c, "ready")];
     until_states_are(&router, &all).await;
-    let sources = workers(&router).await;
+    let sources = router.workers().await;
     let sources = sources.iter().map(|w| w["sources"].to_string());
     let mut sources: Vec<String> = sources.collect();
     sources.sort();

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::process::*;
-use common::{File, Worker, until};
+use common::{File, Worker, until, until_equal};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
@@ -49,15 +49,10 @@ async fn counts(router: &RouterProcess) -> (f64, f64, f64) {
 }
 
 async fn until_counts_are(router: &RouterProcess, wanted: (f64, f64, f64)) {
-    let end = Instant::now() + Duration::from_secs(10);
-    loop {
-        let found = counts(router).await;
-        if found == wanted {
-            return;
-        }
-        assert!(Instant::now() < end, "{found:?}, not {wanted:?}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    until_equal(Duration::from_secs(10), wanted, async || {
+        counts(router).await
+    })
+    .await;
 }
 
 /// What the file says the `n`-th time: policy, thresholds, log level and one worker change.

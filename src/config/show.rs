@@ -95,6 +95,12 @@ fn idle_reason(flag: &str, config: &Config) -> Option<&'static str> {
         .iter()
         .any(|start| flag.starts_with(start))
         || flag == "kv-connector";
+    if config.discovery.idle_flags.contains(&flag) {
+        return Some(match flag {
+            "selector" => "without --service-discovery, or with --vllm-pd-disaggregation",
+            _ => "without --service-discovery and --vllm-pd-disaggregation",
+        });
+    }
     if is_of_pd && !flag.ends_with("selector") && config.pd.is_none() {
         return Some("without --vllm-pd-disaggregation");
     }

@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+use clap::builder::{OsStr, Resettable};
+use clap::{Args, FromArgMatches};
+
 use super::StandingArgs;
 
 /// When a worker gets no more requests although its probes are good, and how it returns. Judged by
@@ -34,6 +37,17 @@ pub struct StandingConfig {
     pub ejected_share_max: f64,
     /// Time for a share to grow after a return; zero: none.
     pub slow_start: Duration,
+}
+
+/// What the flags mean when nobody sets them, the environment neither.
+impl Default for StandingConfig {
+    fn default() -> StandingConfig {
+        let command = StandingArgs::augment_args(clap::Command::new("corelane"));
+        let command = command.mut_args(|arg| arg.env(Resettable::<OsStr>::Reset));
+        let matches = command.get_matches_from(["corelane"]);
+        let args = StandingArgs::from_arg_matches(&matches).expect("each flag has a default");
+        StandingConfig::from_args(&args)
+    }
 }
 
 impl StandingConfig {

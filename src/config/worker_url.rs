@@ -125,11 +125,7 @@ impl WorkerUrl {
     /// The same at an address that the host's name, or that of a `target` in its place, stands for. `Host` field and
     /// certificate stay those of the name.
     pub fn at(&self, target: Option<&str>, address: IpAddr, port: u16) -> Option<WorkerUrl> {
-        let scheme = if self.server_name.is_some() {
-            "https"
-        } else {
-            "http"
-        };
+        let scheme = self.scheme();
         let name = match target {
             None => self.clone(),
             Some(target) => {
@@ -186,12 +182,19 @@ impl WorkerUrl {
 
     /// The same for two that are equal.
     pub fn canonical(&self) -> String {
-        let scheme = if self.server_name.is_some() {
-            "https"
-        } else {
-            "http"
-        };
-        format!("{scheme}://{}{}", self.host_and_port(), self.path_prefix)
+        format!(
+            "{}://{}{}",
+            self.scheme(),
+            self.host_and_port(),
+            self.path_prefix
+        )
+    }
+
+    fn scheme(&self) -> &'static str {
+        match self.server_name {
+            Some(_) => "https",
+            None => "http",
+        }
     }
 
     /// `""`, or `/prefix` without a trailing slash.

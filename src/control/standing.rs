@@ -98,6 +98,37 @@ pub struct Observation {
 }
 
 impl Observation {
+    /// Of a worker that is ready since its first probe, and has had no request.
+    pub const fn new(role: Role) -> Observation {
+        Observation {
+            role,
+            models: 0,
+            is_ready: true,
+            is_resting: false,
+            probes_good: 1,
+            probes_bad: 0,
+            trials_good: 0,
+            trials_bad: 0,
+            trial_answers: 0,
+            trial_answer_log: 0,
+            refused: 0,
+            failures: 0,
+            successes: 0,
+            pieces: 0,
+            completions: 0,
+            answers: 0,
+            answer_ns: 0,
+            answer_log: 0,
+            answer_log_square: 0,
+            busy: 0,
+            in_flight: 0,
+            waiting: 0,
+            waiting_bytes: 0,
+            chosen: 0,
+            fresh_bytes: 0,
+        }
+    }
+
     /// Streams between their first and last byte.
     fn active(&self) -> u32 {
         self.in_flight.saturating_sub(self.waiting)

@@ -5,6 +5,7 @@
 //! way (two of them would make a browser refuse the answer).
 
 use super::is;
+use super::reply::push_field;
 
 /// Seconds for which a browser may remember a preflight (vllm-router's).
 const MAX_AGE: &str = "3600";
@@ -65,14 +66,14 @@ impl Cors {
         find(request_fields, "access-control-request-method")?;
         let mut out = Vec::with_capacity(256);
         if self.push_origin(request_fields, "", &mut out) {
-            push(&mut out, "access-control-allow-methods", METHODS.as_bytes());
+            push_field(&mut out, "access-control-allow-methods", METHODS.as_bytes());
             // Those that are asked for: `*` would leave out Authorization, and clients send fields of their own.
             if let Some(names) = find(request_fields, "access-control-request-headers") {
-                push(&mut out, "access-control-allow-headers", names);
+                push_field(&mut out, "access-control-allow-headers", names);
             }
-            push(&mut out, "access-control-max-age", MAX_AGE.as_bytes());
+            push_field(&mut out, "access-control-max-age", MAX_AGE.as_bytes());
         }
-        push(
+        push_field(
             &mut out,
             "vary",
             b"access-control-request-method, access-control-request-headers",
@@ -88,7 +89,7 @@ impl Cors {
             return true;
         }
         // A cache must not give one origin what another one got.
-        push(out, "vary", b"origin");
+        push_field(out, "vary", b"origin");
         let asking = find(request_fields, "origin");
         let origin = asking.filter(|asking| {
             let mut all = self.origins.iter();
@@ -97,7 +98,7 @@ impl Cors {
         let Some(origin) = origin else {
             return false;
         };
-        push(out, "access-control-allow-origin", origin);
+        push_field(out, "access-control-allow-origin", origin);
         out.extend_from_slice(further.as_bytes());
         true
     }
@@ -126,13 +127,6 @@ fn origin(text: &str) -> Result<Box<str>, String> {
         return Err(refuse());
     }
     Ok(text.to_ascii_lowercase().into())
-}
-
-fn push(out: &mut Vec<u8>, name: &str, value: &[u8]) {
-    out.extend_from_slice(name.as_bytes());
-    out.extend_from_slice(b": ");
-    out.extend_from_slice(value);
-    out.extend_from_slice(b"\r\n");
 }
 
 /// The value of the first field of a name (lower case).

@@ -89,10 +89,7 @@ pub fn write(
     out.extend_from_slice(reason(status).as_bytes());
     out.extend_from_slice(b"\r\n");
     for (name, value) in headers {
-        out.extend_from_slice(name.as_bytes());
-        out.extend_from_slice(b": ");
-        out.extend_from_slice(value);
-        out.extend_from_slice(b"\r\n");
+        push_field(&mut out, name, value);
     }
     out.extend_from_slice(cors);
     if status != 204 && status != 304 {
@@ -109,6 +106,14 @@ pub fn write(
         out.extend_from_slice(body);
     }
     out
+}
+
+/// Writes a field's line.
+pub(super) fn push_field(out: &mut Vec<u8>, name: &str, value: &[u8]) {
+    out.extend_from_slice(name.as_bytes());
+    out.extend_from_slice(b": ");
+    out.extend_from_slice(value);
+    out.extend_from_slice(b"\r\n");
 }
 
 /// Writes a number in decimal digits.

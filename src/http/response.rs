@@ -1,7 +1,7 @@
 //! A worker's answer: its head parsed, and written anew for the client.
 
 use super::body::{Framing, parse_length};
-use super::reply::push_number;
+use super::reply::{push_field, push_number};
 use super::{has_bare_line_end, is, is_hop_by_hop, lists};
 
 /// A parsed answer head.
@@ -271,10 +271,7 @@ fn write(
         if !client.cors.is_empty() && super::cors::is_ours(name) {
             continue;
         }
-        out.extend_from_slice(name.as_bytes());
-        out.extend_from_slice(b": ");
-        out.extend_from_slice(field.value);
-        out.extend_from_slice(b"\r\n");
+        push_field(out, name, field.value);
     }
     out.extend_from_slice(client.cors);
     if relay == Relay::Chunks || (relay == Relay::AsIs && response.framing == Framing::Chunked) {
@@ -301,10 +298,7 @@ fn write_interim(parsed: &httparse::Response<'_, '_>, status: u16, out: &mut Vec
     out.extend_from_slice(b"\r\n");
     for field in &*parsed.headers {
         if !is_hop_by_hop(field.name) && !is(field.name, "content-length") {
-            out.extend_from_slice(field.name.as_bytes());
-            out.extend_from_slice(b": ");
-            out.extend_from_slice(field.value);
-            out.extend_from_slice(b"\r\n");
+            push_field(out, field.name, field.value);
         }
     }
     out.extend_from_slice(b"\r\n");

@@ -14,53 +14,6 @@ use crate::route::Role;
 /// The pause between two trials of a worker, as in the router.
 const TRIAL_PAUSE_S: f64 = 0.25;
 
-/// The defaults of the flags.
-pub fn config() -> StandingConfig {
-    StandingConfig {
-        has_breaker: true,
-        failure_threshold: 10,
-        success_threshold: 3,
-        breaker_timeout: Duration::from_secs(60),
-        breaker_window: Duration::from_secs(120),
-        stall_window: Duration::from_millis(3000),
-        stall_requests_min: 2,
-        moves_stalled: true,
-        degraded_ratio: 0.2,
-        degraded_window: Duration::from_secs(5),
-        degraded_requests_min: 4,
-        ejected_share_max: 0.5,
-        slow_start: Duration::from_secs(10),
-    }
-}
-
-const FRESH: Observation = Observation {
-    role: Role::Regular,
-    models: 0,
-    is_resting: false,
-    is_ready: true,
-    probes_good: 1,
-    probes_bad: 0,
-    trials_good: 0,
-    trials_bad: 0,
-    trial_answers: 0,
-    trial_answer_log: 0,
-    refused: 0,
-    failures: 0,
-    successes: 0,
-    pieces: 0,
-    completions: 0,
-    answers: 0,
-    answer_ns: 0,
-    answer_log: 0,
-    answer_log_square: 0,
-    busy: 0,
-    in_flight: 0,
-    waiting: 0,
-    waiting_bytes: 0,
-    chosen: 0,
-    fresh_bytes: 0,
-};
-
 /// One worker's place.
 type Place = (usize, usize);
 
@@ -83,18 +36,10 @@ impl Judge {
         };
         let places = sizes.iter().enumerate();
         let places = places.flat_map(|(pool, size)| (0..*size).map(move |worker| (pool, worker)));
-        let seen = |place: Place| {
-            (
-                place,
-                Observation {
-                    role: role(place.0),
-                    ..FRESH
-                },
-            )
-        };
+        let seen = |place: Place| (place, Observation::new(role(place.0)));
         let seen: Vec<_> = places.map(seen).collect();
         Judge {
-            standings: Standings::new(config(), Duration::from_secs(10)),
+            standings: Standings::new(StandingConfig::default(), Duration::from_secs(10)),
             tried: vec![None; seen.len()],
             seen,
             outs: Vec::new(),
@@ -192,6 +137,6 @@ mod tests {
     #[test]
     fn detection_is_set_as_the_flags_set_it() {
         let flags = crate::config::Config::default_for_tests().standing;
-        assert_eq!(super::config(), flags);
+        assert_eq!(super::StandingConfig::default(), flags);
     }
 }

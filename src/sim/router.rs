@@ -212,6 +212,12 @@ impl Router {
         pool.policy.learn(&seat.choice, waited_s);
     }
 
+    /// Whether one of these seats is on a worker of a pool.
+    pub fn has_seat(&self, seats: &[Option<Seat>], pool: usize, worker: usize) -> bool {
+        let seat = seats.get(pool).and_then(Option::as_ref);
+        seat.is_some_and(|seat| self.pools[pool].index(seat.id.slot) == worker)
+    }
+
     /// Gives a seat back.
     pub fn give_back(&mut self, pool: usize, seat: Seat, is_active: bool) {
         let pool = &mut self.pools[pool];

@@ -610,22 +610,20 @@ impl<'a> World<'a> {
 
     /// All that had a seat on a worker gives it back and begins anew.
     fn leave(&mut self, pool: usize, worker: usize) {
-        let now = self.agenda.now();
-        let has_seat = |request: &Request, router: &Router| {
-            let seat = request.seats.get(pool).and_then(Option::as_ref);
-            seat.is_some_and(|seat| router.pools[pool].index(seat.id.slot) == worker)
-        };
         for id in 0..self.requests.len() {
-            let Some(request) = &mut self.requests[id] else {
+            let Some(request) = &self.requests[id] else {
                 continue;
             };
-            if !has_seat(request, &self.router) {
+            if !self.router.has_seat(&request.seats, pool, worker) {
                 continue;
             }
             let is_elsewhere = pool == DECODE && !request.is_prefilled;
             if is_elsewhere {
                 // Its prompt is still computed: another decode worker will do.
-                if let Some(seat) = request.seats[DECODE].take() {
+                let seat = self.requests[id]
+                    .as_mut()
+                    .and_then(|r| r.seats[DECODE].take());
+                if let Some(seat) = seat {
                     self.router.give_back(DECODE, seat, false);
                 }
                 let seat = self.take(id, DECODE, Role::Decode);
@@ -634,15 +632,23 @@ impl<'a> World<'a> {
                 }
                 continue;
             }
-            let seats = std::mem::take(&mut request.seats);
-            let was_prefilled = std::mem::replace(&mut request.is_prefilled, false);
-            self.give_back(seats, was_prefilled);
-            if was_prefilled {
-                self.tally.queue(now, 1);
-            }
-            self.tally.outcome.resent += 1;
-            self.send(id);
+            self.begin_anew(id);
         }
+    }
+
+    /// A request gives its seats back and is sent again from its beginning.
+    fn begin_anew(&mut self, id: usize) {
+        let Some(request) = &mut self.requests[id] else {
+            return;
+        };
+        let seats = std::mem::take(&mut request.seats);
+        let was_prefilled = std::mem::replace(&mut request.is_prefilled, false);
+        self.give_back(seats, was_prefilled);
+        if was_prefilled {
+            self.tally.queue(self.agenda.now(), 1);
+        }
+        self.tally.outcome.resent += 1;
+        self.send(id);
     }
 
     /// What waits for its first byte on a worker that stalls goes elsewhere, as the router sends it.
@@ -650,23 +656,14 @@ impl<'a> World<'a> {
         let Some(judge) = &self.judge else { return };
         for (pool, worker) in judge.stalled() {
             for id in 0..self.requests.len() {
-                let Some(request) = &mut self.requests[id] else {
+                let Some(request) = &self.requests[id] else {
                     continue;
                 };
-                let seat = request.seats.get(pool).and_then(Option::as_ref);
-                let is_there =
-                    seat.is_some_and(|seat| self.router.pools[pool].index(seat.id.slot) == worker);
+                let is_there = self.router.has_seat(&request.seats, pool, worker);
                 if !is_there || request.has_first || !self.engines[pool][worker].abort(id) {
                     continue;
                 }
-                let seats = std::mem::take(&mut request.seats);
-                let was_prefilled = std::mem::replace(&mut request.is_prefilled, false);
-                self.give_back(seats, was_prefilled);
-                if was_prefilled {
-                    self.tally.queue(self.agenda.now(), 1);
-                }
-                self.tally.outcome.resent += 1;
-                self.send(id);
+                self.begin_anew(id);
             }
         }
     }

@@ -684,6 +684,30 @@ pub async fn until_within(limit: Duration, what: &str, mut condition: impl FnMut
     }
 }
 
+/// Waits until what is read is what is wanted.
+pub async fn until_equal<T: PartialEq + std::fmt::Debug>(
+    limit: Duration,
+    wanted: T,
+    mut read: impl AsyncFnMut() -> T,
+) {
+    let end = Instant::now() + limit;
+    loop {
+        let found = read().await;
+        if found == wanted {
+            return;
+        }
+        assert!(Instant::now() < end, "{found:?}, not {wanted:?}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// Pairs in the order in which they compare.
+pub fn sorted(pairs: impl IntoIterator<Item = (String, String)>) -> Vec<(String, String)> {
+    let mut all: Vec<_> = pairs.into_iter().collect();
+    all.sort();
+    all
+}
+
 /// An answer as a client saw it.
 #[derive(Clone, Debug)]
 pub struct Answer {

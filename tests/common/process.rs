@@ -10,7 +10,7 @@ use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
 
-use super::{Client, post};
+use super::{Client, post, sorted, until_equal};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -149,6 +149,32 @@ impl RouterProcess {
             assert!(Instant::now() < end, "the workers are not ready in 10 s");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
+    }
+
+    /// The workers that it lists.
+    pub async fn workers(&self) -> Vec<Value> {
+        let (_, page) = self.get("/workers").await;
+        page["workers"].as_array().cloned().unwrap_or_default()
+    }
+
+    /// Waits until it lists these URLs, in whatever order, and `read` says this of each.
+    pub async fn until_workers_are(
+        &self,
+        limit: Duration,
+        read: impl Fn(&Value) -> String,
+        wanted: &[(&str, &str)],
+    ) {
+        let pair = |worker: &Value| {
+            let url = worker["url"].as_str().unwrap_or_default();
+            (url.to_owned(), read(worker))
+        };
+        let wanted = wanted
+            .iter()
+            .map(|(url, said)| (url.to_string(), said.to_string()));
+        until_equal(limit, sorted(wanted), async || {
+            sorted(self.workers().await.iter().map(pair))
+        })
+        .await;
     }
 
     /// What the books say is in flight, lives that are ending among it.

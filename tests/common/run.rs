@@ -478,17 +478,13 @@ impl Sim {
             );
             let answers = &core.answers[worker.id.slot.index()];
             let seen = Observation {
-                models: 0,
                 trial_answers: answers.trial_count.value(),
                 trial_answer_log: answers.trial_log.value(),
                 answers: answers.count.value(),
                 answer_ns: answers.ns.value(),
                 answer_log: answers.log.value(),
                 answer_log_square: answers.log_square.value(),
-                fresh_bytes: 0,
-                role: worker.role,
                 is_ready: worker.is_ready,
-                is_resting: false,
                 probes_good: worker.probes_good,
                 probes_bad: worker.probes_bad,
                 trials_good: counts.trials_good,
@@ -503,6 +499,7 @@ impl Sim {
                 waiting: load.waiting,
                 waiting_bytes: load.waiting_bytes,
                 chosen: counts.chosen,
+                ..Observation::new(worker.role)
             };
             (worker.id, seen)
         };

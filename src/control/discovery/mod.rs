@@ -140,22 +140,12 @@ impl Fault {
 
 /// Starts to look, for as long as the runtime lives. On the control thread.
 pub(super) fn start(plane: &Arc<Plane>) {
-    let config = plane.shared.config();
-    for flag in &config.discovery.idle_flags {
-        tracing::warn!(
-            "--{flag} has no effect: it needs --service-discovery{}",
-            match *flag {
-                "selector" => " without --vllm-pd-disaggregation",
-                _ => " and --vllm-pd-disaggregation",
-            }
-        );
-    }
     // Always: a reload may name a file, or names.
     tokio::spawn(file::run(plane.clone()));
     #[cfg(feature = "dns")]
     tokio::spawn(dns::run(plane.clone()));
     #[cfg(feature = "kubernetes")]
-    if let Some(pods) = config.discovery.kubernetes.clone() {
+    if let Some(pods) = plane.shared.config().discovery.kubernetes.clone() {
         tokio::spawn(kubernetes::run(plane.clone(), pods));
     }
 }

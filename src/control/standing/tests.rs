@@ -27,33 +27,7 @@ struct Feed {
 
 impl Feed {
     fn new(count: usize, role: Role, config: StandingConfig) -> Feed {
-        let fresh = Observation {
-            role,
-            models: 0,
-            is_ready: true,
-            is_resting: false,
-            probes_good: 1,
-            probes_bad: 0,
-            trials_good: 0,
-            trials_bad: 0,
-            trial_answers: 0,
-            trial_answer_log: 0,
-            refused: 0,
-            failures: 0,
-            successes: 0,
-            pieces: 0,
-            completions: 0,
-            answers: 0,
-            answer_ns: 0,
-            answer_log: 0,
-            answer_log_square: 0,
-            busy: 0,
-            in_flight: 0,
-            waiting: 0,
-            waiting_bytes: 0,
-            chosen: 0,
-            fresh_bytes: 0,
-        };
+        let fresh = Observation::new(role);
         let mut feed = Feed {
             judge: Standings::new(config, secs(10.0)),
             config,
