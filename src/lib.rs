@@ -45,15 +45,17 @@
 //! tls: what lies between a socket and HTTP; named by config, shared, core and control
 //! tokenize: tokens of text, made off the cores; named by config, shared, core, exchange and start
 //! held: bytes of clients in memory, counted; named by exchange, core and shared
+//! sim: fleets that do not exist, behind the real policies, books and judge; names config, control and route
 //! ```
 //!
 //! `shared` is what both planes see; `config` is read by all; `access_log` is where cores put their lines. `listen` and `notify` serve `start`, `main` and the drain, `manual` and `doctor` the subcommands.
 //!
 //! # Invariants
 //!
-//! Ids stand at the top of the file that keeps them: B* books, G* gate, T* tree, P* publish, N* sessions (crate `shards`), R* ring, C* core, M* memory, F* the list of workers,
+//! Ids stand at the top of the file that keeps them: B* books, G* gate, A* rate, T* tree, P* publish, N* sessions, K* an engine's names for blocks, D* doorbell (crate `shards`), R* ring, C* core, M* memory, F* the list of workers,
 //! E* exchange (there also P1 to P4 the two legs, W* both at once, Q* those who wait), J* standing,
-//! M* bytes held, Z* KV events; T1 and T2 of [`tls`] are its own. Each of `shards`' has its loom model in
+//! M* bytes held, Z* KV events; T1 and T2 of [`tls`], K* of [`tokenize`], L* of `route::splice` and `control::registration`, and D* of `control::discovery`
+//! are their own. Each of `shards`' has its loom model in
 //! `loom_tests`.
 // Every module but `ring` forbids unsafe code, here or in its own file (`tests/layering.rs` checks it).
 #![deny(missing_docs)]

@@ -5,7 +5,7 @@
 //! ahead than the whole bucket takes to fill. So nothing has to fill it, and an idle bucket costs nothing.
 //!
 //! Invariants:
-//! - **K1** In any time `t` no more than `size + t / interval` tokens are taken, those given back not counted.
+//! - **A1** In any time `t` no more than `size + t / interval` tokens are taken, those given back not counted.
 
 use crate::sync::{AtomicU64, CachePadded, Ordering};
 
@@ -37,7 +37,7 @@ impl Bucket {
     #[must_use]
     pub fn take(&self, now_ns: u64, refill: Refill) -> bool {
         let ahead_max_ns = refill.interval_ns.saturating_mul(refill.size);
-        // ORDERING: Relaxed; the number is all, judged and changed in one step (K1).
+        // ORDERING: Relaxed; the number is all, judged and changed in one step (A1).
         let taken =
             self.full_at_ns
                 .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |full_at_ns| {

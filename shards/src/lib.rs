@@ -33,7 +33,7 @@
 //! | `Addresses::rows` | any core | any core | R with a SeqCst fence | A1, A2 | `addresses_keep_their_limit` |
 //! | `Gate::word`, `tickets` | any core | any core, gauges | R | G1, G2, G4 | `gate_lets_in_the_next` |
 //! | `Gate::heads` | own core; claimed by any | any core | R with SeqCst fences | G1, G3 | `gate_lets_in_the_next` |
-//! | `Bucket::full_at_ns` | any core, control | the same | R | K1 | `bucket_holds_so_many` |
+//! | `Bucket::full_at_ns` | any core, control | the same | R | A1 | `bucket_holds_so_many` |
 //! | `Domain::global` | owners of bins | readers | add L; load R, then fence SeqCst | E1 | `epoch_frees_nothing_in_use` |
 //! | `Seat::epoch` | own reader | owners of bins | pin L, fence SeqCst; unpin L; scan fence SeqCst, A | E1, E2 | `epoch_frees_nothing_in_use` |
 //! | `Seat::taken` | reader handles | the same | swap A; store L | one reader per seat | (a lock of its own, at start) |

@@ -1,4 +1,4 @@
-//! K1: of two that come for the last token one gets it, and what is given back can be taken once more.
+//! A1: of two that come for the last token one gets it, and what is given back can be taken once more.
 
 use loom::sync::Arc;
 use loom::thread;
