@@ -261,10 +261,7 @@ impl Probe for Live {
         let cores = &self.0.shared.cores;
         let added = sum(cores.iter().map(|core| core.stats.added.snapshot()));
         let decisions = Reason::ALL.iter().map(|reason| {
-            let count = cores
-                .iter()
-                .map(|core| core.stats.decisions[*reason as usize].value())
-                .sum();
+            let count = cores.iter().map(|core| core.stats.decided(*reason)).sum();
             (reason.label(), count)
         });
         let ended = cores

@@ -348,6 +348,12 @@ pub const WORK_BOUNDS_NS: [u64; 20] = [
     100_000_000,
 ];
 
+/// Upper bounds of the histograms of prompts, in tokens.
+pub const TOKEN_BOUNDS: [u64; 20] = [
+    16, 32, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 98_304, 131_072,
+    196_608, 262_144, 524_288, 1_048_576, 2_097_152,
+];
+
 /// Endpoint families, the only `route` labels in metrics: bounded whatever clients send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
@@ -388,6 +394,19 @@ impl Route {
         Route::Admin,
         Route::Other,
     ];
+
+    /// Whether its requests make tokens: those that go in two legs under P/D.
+    pub fn generates(self) -> bool {
+        matches!(
+            self,
+            Route::ChatCompletions
+                | Route::Completions
+                | Route::Responses
+                | Route::Messages
+                | Route::Generate
+                | Route::InferenceGenerate
+        )
+    }
 
     /// The label in metrics.
     pub fn label(self) -> &'static str {
@@ -559,8 +578,14 @@ pub fn log2_of(number: u64) -> u64 {
 /// What one core counted of requests that go in two legs. Written by that core only.
 #[derive(Debug)]
 pub struct PdStats {
-    /// Requests that were given a prefill leg, a decode leg, or both.
-    pub requests: Counter,
+    /// Requests that were given a prefill leg, a decode leg, or both, by route.
+    pub requests: [Counter; ROUTE_COUNT],
+    /// From the whole request to the first byte of its answer, by route.
+    pub first_byte: [Histogram<22>; ROUTE_COUNT],
+    /// Requests refused because their bodies were too long.
+    pub requests_too_long: Counter,
+    /// Answers of prefill workers that were too long.
+    pub answers_too_long: Counter,
     /// Prefill answers of 200 without transfer parameters.
     pub missing_transfer: Counter,
     /// Prefill legs that ended with transfer parameters.
@@ -583,12 +608,17 @@ pub struct PdStats {
     pub usage_fixed: Counter,
     /// From the end of prefill to the dispatch of decode.
     pub handover_gap: Histogram<20>,
+    /// From when decode's seat is taken to its dispatch.
+    pub decode_pending: Histogram<22>,
 }
 
 impl PdStats {
     fn new() -> PdStats {
         PdStats {
-            requests: Counter::new(),
+            requests: counters(),
+            first_byte: std::array::from_fn(|_| Histogram::new(&LATENCY_BOUNDS_NS)),
+            requests_too_long: Counter::new(),
+            answers_too_long: Counter::new(),
             missing_transfer: Counter::new(),
             handovers: Counter::new(),
             orphans: Counter::new(),
@@ -597,20 +627,103 @@ impl PdStats {
             oldest_orphan_ns: Gauge::new(),
             skipped_prefill: Counter::new(),
             stale_handovers: Counter::new(),
-            whole: std::array::from_fn(|_| Counter::new()),
+            whole: counters(),
             usage_fixed: Counter::new(),
             handover_gap: Histogram::new(&WORK_BOUNDS_NS),
+            decode_pending: Histogram::new(&LATENCY_BOUNDS_NS),
         }
     }
 }
+
+/// What became of requests whose sessions `kv_aware` keeps to their workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Affinity {
+    /// The session was new: it is bound now.
+    Bind,
+    /// The request went to the session's worker.
+    StickyHit,
+    /// The session's worker may get no requests any more: it is bound anew.
+    Rebind,
+    /// Nothing names a session.
+    NoSession,
+    /// The session's worker failed this request, is full or has more than its share: another one got the request.
+    CapacityBypass,
+}
+
+impl Affinity {
+    /// All, in the order of their numbers.
+    pub const ALL: [Affinity; 5] = [
+        Affinity::Bind,
+        Affinity::StickyHit,
+        Affinity::Rebind,
+        Affinity::NoSession,
+        Affinity::CapacityBypass,
+    ];
+
+    /// The label in metrics, vllm-router's.
+    pub fn label(self) -> &'static str {
+        match self {
+            Affinity::Bind => "bind",
+            Affinity::StickyHit => "sticky_hit",
+            Affinity::Rebind => "rebind",
+            Affinity::NoSession => "no_session",
+            Affinity::CapacityBypass => "capacity_bypass",
+        }
+    }
+}
+
+/// What one core counts of choices under `kv_aware`. Written by that core only.
+#[derive(Debug)]
+pub struct KvStats {
+    /// Choices for prompts whose tokens were known, by role: sent as ids; made here of text.
+    pub of_ids: [Counter; 3],
+    /// See `of_ids`.
+    pub of_text: [Counter; 3],
+    /// Choices without tokens, by role: the approximate tree served.
+    pub without: [Counter; 3],
+    /// Tokens that the chosen worker has to compute, by role.
+    pub new_tokens: [Histogram<20>; 3],
+    /// Tokens that it need not.
+    pub credited_tokens: [Counter; 3],
+    /// By role and [`Affinity`].
+    pub affinity: [[Counter; Affinity::ALL.len()]; 3],
+    /// How long prompts of text waited for their tokens, those that got none among them.
+    pub token_wait: Histogram<20>,
+}
+
+impl KvStats {
+    fn new() -> KvStats {
+        KvStats {
+            of_ids: counters(),
+            of_text: counters(),
+            without: counters(),
+            new_tokens: std::array::from_fn(|_| Histogram::new(&TOKEN_BOUNDS)),
+            credited_tokens: counters(),
+            affinity: std::array::from_fn(|_| counters()),
+            token_wait: Histogram::new(&WORK_BOUNDS_NS),
+        }
+    }
+}
+
+fn counters<const N: usize>() -> [Counter; N] {
+    std::array::from_fn(|_| Counter::new())
+}
+
+/// Attempts after the first that are counted apart; later ones count with the last.
+pub const ATTEMPT_COUNT: usize = 16;
 
 /// What one core counts. Written by that core only; the control thread adds the cores up on a scrape.
 #[derive(Debug)]
 pub struct CoreStats {
     /// Exchanges ended, by route and outcome.
     pub exchanges: [[Counter; OUTCOME_COUNT]; ROUTE_COUNT],
-    /// Decisions by reason.
-    pub decisions: [Counter; Reason::COUNT],
+    /// Exchanges begun, by route: those that are here have not ended.
+    pub begun: [Counter; ROUTE_COUNT],
+    /// Whole exchanges of embeddings, as `duration`.
+    pub embeddings: Histogram<22>,
+    /// Decisions by role and reason.
+    pub decisions: [[Counter; Reason::COUNT]; 3],
     /// By slot.
     pub workers: Box<[WorkerStats]>,
     /// From the last byte of the request to the first of the answer's body.
@@ -633,8 +746,12 @@ pub struct CoreStats {
     pub upstream_closed: Counter,
     /// Requests sent again on a fresh connection because a reused one had died.
     pub resends: Counter,
-    /// Retries on another worker.
-    pub retries: Counter,
+    /// Retries on another worker, by route.
+    pub retries: [Counter; ROUTE_COUNT],
+    /// The same by which retry of its request it was, from the first on.
+    pub retries_by_attempt: [Counter; ATTEMPT_COUNT],
+    /// Failures that would have been tried again, had there been a retry, budget or worker left; by route.
+    pub exhausted: [Counter; ROUTE_COUNT],
     /// Requests that could not be parsed, or broke a limit.
     pub malformed: Counter,
     /// TLS handshakes that were done, with clients and workers.
@@ -653,13 +770,28 @@ pub struct CoreStats {
     pub waits: Histogram<22>,
     /// Requests that go in two legs.
     pub pd: PdStats,
+    /// Choices under `kv_aware`.
+    pub kv: KvStats,
 }
 
 impl CoreStats {
+    /// Decisions for this reason, of all roles.
+    pub fn decided(&self, reason: Reason) -> u64 {
+        let roles = self.decisions.iter();
+        roles.map(|counts| counts[reason as usize].value()).sum()
+    }
+
+    /// Retries on all routes.
+    pub fn retried(&self) -> u64 {
+        self.retries.iter().map(Counter::value).sum()
+    }
+
     fn new(slot_count: usize) -> CoreStats {
         CoreStats {
-            exchanges: std::array::from_fn(|_| std::array::from_fn(|_| Counter::new())),
-            decisions: std::array::from_fn(|_| Counter::new()),
+            exchanges: std::array::from_fn(|_| counters()),
+            begun: counters(),
+            embeddings: Histogram::new(&LATENCY_BOUNDS_NS),
+            decisions: std::array::from_fn(|_| counters()),
             workers: (0..slot_count)
                 .map(|_| WorkerStats {
                     chosen: Counter::new(),
@@ -687,7 +819,9 @@ impl CoreStats {
             upstream_opened: Counter::new(),
             upstream_closed: Counter::new(),
             resends: Counter::new(),
-            retries: Counter::new(),
+            retries: counters(),
+            retries_by_attempt: counters(),
+            exhausted: counters(),
             malformed: Counter::new(),
             tls_handshakes: Counter::new(),
             tls_failures: Counter::new(),
@@ -697,6 +831,7 @@ impl CoreStats {
             aside: Gauge::new(),
             waits: Histogram::new(&LATENCY_BOUNDS_NS),
             pd: PdStats::new(),
+            kv: KvStats::new(),
         }
     }
 }

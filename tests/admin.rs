@@ -871,7 +871,9 @@ async fn metrics_count_every_outcome_exactly() {
         let mut client = Client::open(router.address).await;
         client.send(&post("/v1/embeddings", &chat("stall"))).await;
         until("the worker has it", || worker.in_flight() == 1).await;
-        assert_eq!(scrape(&router).await[&load], 1.0, "the gauge is the books");
+        let page = scrape(&router).await;
+        assert_eq!(page[&load], 1.0, "the gauge is the books");
+        assert_eq!(page["vllm_router_embeddings_queue_size"], 1.0);
         client.reset();
         until("it is over", || worker.in_flight() == 0).await;
     }
@@ -928,6 +930,12 @@ async fn metrics_count_every_outcome_exactly() {
         (0.0, 0.0)
     );
     assert_eq!(page["corelane_malformed_total"], EACH as f64);
+    assert_eq!(page["vllm_router_embeddings_queue_size"], 0.0);
+    // Nobody else was there to try what broke off before an answer, or was a 500.
+    assert_eq!(
+        page[&format!("vllm_router_retries_exhausted_total{{route=\"{CHAT}\"}}")],
+        2.0 * EACH as f64
+    );
     // Histograms: as many as were answered, and cumulative.
     let answered = 4.0 * EACH as f64;
     assert_eq!(page["corelane_request_duration_seconds_count"], answered);

@@ -70,7 +70,7 @@ impl Conversation {
 }
 
 fn reason(router: &Router, reason: Reason) -> u64 {
-    total(router, |s| s.decisions[reason as usize].value())
+    total(router, |s| s.decided(reason))
 }
 
 #[tokio::test]

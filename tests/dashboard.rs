@@ -1,5 +1,5 @@
-//! The dashboard of `.packaging/grafana.json` asks only for what a router's metrics page has: families, their kind, labels
-//! and the values of fixed labels.
+//! A router's metrics page has what dashboards ask for: that of `.packaging/grafana.json` (families, their kind, labels and the
+//! values of fixed labels), and those made for vllm-router.
 
 mod common;
 
@@ -99,9 +99,103 @@ async fn whole_page() -> Page {
         "http://127.0.0.1:9",
         "--decode",
         "http://127.0.0.1:10",
+        "--policy",
+        "kv_aware",
+        "--pd-kv-events",
+        "http://127.0.0.1:9=tcp://127.0.0.1:9",
+        "--kv-aware-session-affinity-ttl-secs",
+        "60",
     ])
     .await;
     page
+}
+
+/// What vllm-router 0.1.17 records: name (without its `vllm_router_`), kind, labels. Its summaries are histograms here, so that
+/// several routers' add up. Not among them: program scheduling and its predictions, and the caches of the gRPC front end, which
+/// are not here.
+const RECORDED: [(&str, &str, &[&str]); 44] = [
+    ("requests_total", "counter", &["route"]),
+    ("request_errors_total", "counter", &["route", "error_type"]),
+    ("retries_total", "counter", &["route"]),
+    ("retry_backoff_duration_seconds", "histogram", &["attempt"]),
+    ("retries_exhausted_total", "counter", &["route"]),
+    ("cb_state", "gauge", &["worker"]),
+    (
+        "cb_state_transitions_total",
+        "counter",
+        &["worker", "from", "to"],
+    ),
+    ("cb_outcomes_total", "counter", &["worker", "outcome"]),
+    ("active_workers", "gauge", &[]),
+    ("worker_health", "gauge", &["worker"]),
+    ("processed_requests_total", "counter", &["worker"]),
+    ("running_requests", "gauge", &["worker"]),
+    ("policy_decisions_total", "counter", &["policy", "worker"]),
+    (
+        "prefix_routing_decisions_total",
+        "counter",
+        &["policy", "stage", "outcome"],
+    ),
+    ("load_balancing_events_total", "counter", &[]),
+    ("max_load", "gauge", &[]),
+    ("min_load", "gauge", &[]),
+    (
+        "kv_routing_inputs_total",
+        "counter",
+        &["transport", "result"],
+    ),
+    ("kv_placement_lookups_total", "counter", &["result"]),
+    ("generate_duration_seconds", "histogram", &[]),
+    ("embeddings_total", "counter", &[]),
+    ("embeddings_duration_seconds", "histogram", &[]),
+    ("embeddings_errors_total", "counter", &["error_type"]),
+    ("embeddings_queue_size", "gauge", &[]),
+    ("pd_requests_total", "counter", &["route"]),
+    ("pd_request_duration_seconds", "histogram", &["route"]),
+    ("pd_prefill_requests_total", "counter", &["worker"]),
+    ("pd_decode_requests_total", "counter", &["worker"]),
+    ("pd_prefill_errors_total", "counter", &["worker"]),
+    ("pd_decode_errors_total", "counter", &["worker"]),
+    ("pd_errors_total", "counter", &["error_type"]),
+    ("pd_body_over_limit_total", "counter", &["stage"]),
+    ("pd_prefill_decisions_total", "counter", &["fallback"]),
+    ("pd_new_prefill_tokens", "histogram", &[]),
+    ("pd_credited_prefix_tokens_total", "counter", &[]),
+    (
+        "pd_affinity_decisions_total",
+        "counter",
+        &["stage", "outcome"],
+    ),
+    ("pd_prefill_occupancy", "gauge", &["worker", "rank"]),
+    ("pd_active_prefill_tokens", "gauge", &["worker", "rank"]),
+    ("pd_unknown_prefill_requests", "gauge", &["worker", "rank"]),
+    ("pd_pending_decode_requests", "gauge", &["worker", "rank"]),
+    ("pd_active_decode_requests", "gauge", &["worker", "rank"]),
+    ("pd_decode_pending_seconds", "histogram", &[]),
+    ("pd_kv_prepare_seconds", "histogram", &[]),
+    ("pd_identity_verified", "gauge", &["worker"]),
+];
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_series_that_vllm_router_records_is_there() {
+    let page = whole_page().await;
+    for (name, kind, labels) in RECORDED {
+        let sample = match kind {
+            "histogram" => format!("vllm_router_{name}_sum"),
+            _ => format!("vllm_router_{name}"),
+        };
+        assert_eq!(
+            page.kinds.get(&sample).map(String::as_str),
+            Some(kind),
+            "{sample}"
+        );
+        let wanted: BTreeSet<&str> = labels.iter().copied().collect();
+        // Those of what has not happened yet have no sample.
+        for series in &page.series[&sample] {
+            let has: BTreeSet<&str> = series.keys().map(String::as_str).collect();
+            assert_eq!(has, wanted, "{sample}");
+        }
+    }
 }
 
 fn is_of_name(c: char) -> bool {

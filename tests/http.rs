@@ -1190,7 +1190,7 @@ async fn a_request_on_a_connection_that_the_worker_closes_is_sent_once_more_and_
             );
         }
         assert_eq!(total(&router, |s| s.resends.value()), 5, "{end:?}");
-        assert_eq!(total(&router, |s| s.retries.value()), 0);
+        assert_eq!(total(&router, |s| s.retried()), 0);
         assert_eq!(failures(&router, &worker.url()), 0, "{end:?}");
         assert_eq!(worker.count(), 6 + 5);
         until_books_are_empty(&router).await;
@@ -1247,10 +1247,69 @@ async fn a_request_whose_worker_refuses_connections_goes_to_another() {
     }
     assert_eq!(alive.count(), 10);
     // One refusal is enough to know: nobody is sent there again, until a probe is good.
-    let retries = total(&router, |s| s.retries.value());
+    let retries = total(&router, |s| s.retried());
     assert_eq!(retries, 1);
     assert_eq!(failures(&router, &dead.url()), retries);
     assert_eq!(failures(&router, &alive.url()), 0);
+    until_books_are_empty(&router).await;
+}
+
+/// vLLM keeps responses in the process that made them. Of a fleet larger than the number of retries, and without counting any.
+#[tokio::test]
+async fn a_stored_response_is_found_on_whichever_worker_keeps_it() {
+    let mut workers = Vec::new();
+    for n in 0..9 {
+        let worker = Worker::start().await;
+        worker.script(
+            move |request| match request.line.contains("/resp_1") && n != 6 {
+                true => Reply::json(404, r#"{"error":{"message":"no such response"}}"#),
+                false => Reply::json(200, &format!("{{\"worker\":{n}}}")),
+            },
+        );
+        workers.push(worker);
+    }
+    let all: Vec<&Worker> = workers.iter().collect();
+    let router = router(&all, &["--health-check-interval-secs", "3600"]).await;
+    let mut client = Client::open(router.address).await;
+    for path in ["/v1/responses/resp_1", "/v1/responses/resp_1/input?after=3"] {
+        for _ in 0..4 {
+            client
+                .send(format!("GET {path} HTTP/1.1\r\nHost: r\r\n\r\n").as_bytes())
+                .await;
+            let answer = client.answer(false).await.unwrap();
+            assert_eq!(
+                (answer.status, text(&answer.body)),
+                (200, r#"{"worker":6}"#.into())
+            );
+        }
+    }
+    let answer = client
+        .post("/v1/responses/resp_1/cancel", b"")
+        .await
+        .unwrap();
+    assert_eq!(answer.status, 200);
+    // Who is not there is asked for everywhere, once each; other paths are asked for once.
+    let count = || workers.iter().map(Worker::count).sum::<u64>();
+    for (path, status, asked) in [
+        ("/v1/responses/resp_10x", 404, 9),
+        ("/v1/files/resp_10x", 404, 1),
+    ] {
+        workers[6].script(|_| Reply::json(404, "{}"));
+        let before = count();
+        client
+            .send(format!("DELETE {path} HTTP/1.1\r\nHost: r\r\n\r\n").as_bytes())
+            .await;
+        assert_eq!(client.answer(false).await.unwrap().status, status);
+        assert_eq!(count() - before, asked, "{path}");
+    }
+    assert_eq!(total(&router, |s| s.retried()), 0);
+    assert_eq!(
+        workers
+            .iter()
+            .map(|w| failures(&router, &w.url()))
+            .sum::<u64>(),
+        0
+    );
     until_books_are_empty(&router).await;
 }
 

@@ -360,7 +360,7 @@ impl Cluster {
     }
 
     fn reason(&self, reason: Reason) -> u64 {
-        total(&self.router, |s| s.decisions[reason as usize].value())
+        total(&self.router, |s| s.decided(reason))
     }
 }
 
@@ -576,6 +576,14 @@ async fn a_session_keeps_to_its_worker_if_it_is_asked_for() {
         "a new one begins where its blocks are"
     );
     assert_eq!(cluster.reason(Reason::Home), 6);
+    let page = scrape(cluster.router.metrics_address).await;
+    for (outcome, count) in [("bind", 2), ("sticky_hit", 6), ("no_session", 6)] {
+        let series = "vllm_router_pd_affinity_decisions_total";
+        let line = format!("{series}{{stage=\"regular\",outcome=\"{outcome}\"}} {count}");
+        assert!(page.contains(&line), "{line}\n{page}");
+    }
+    let input = "vllm_router_kv_routing_inputs_total{transport=\"http\",result=\"token_ids\"} 14";
+    assert!(page.contains(input), "{page}");
 }
 
 #[cfg(feature = "tokenizer")]
@@ -698,7 +706,7 @@ async fn metrics_tell_of_events() {
     let (mut a, b) = (Publisher::start().await, Publisher::start().await);
     let cluster = cluster(&[&a, &b], true).await;
     let (event, names) = a.stored(&ids(1));
-    a.publish(vec![event, removed(&names[..3])]);
+    a.publish(vec![event, removed(&names[7..])]);
     cluster.until_held(7).await;
     let url = cluster.workers[0].url();
     let wanted = [
@@ -707,7 +715,23 @@ async fn metrics_tell_of_events() {
         format!("corelane_kv_stored_total{{worker=\"{url}\"}} 10"),
         format!("corelane_kv_removed_total{{worker=\"{url}\"}} 3"),
         "corelane_kv_index_memberships 7".to_owned(),
+        format!("vllm_router_pd_identity_verified{{worker=\"{url}\"}} 1"),
+        // Of 160 tokens 112 are held; the prompt is asked twice, and once one that nobody holds, then one without tokens.
+        "vllm_router_kv_placement_lookups_total{result=\"hit\"} 2".to_owned(),
+        "vllm_router_kv_placement_lookups_total{result=\"miss\"} 1".to_owned(),
+        "vllm_router_kv_placement_lookups_total{result=\"unavailable\"} 1".to_owned(),
+        "result=\"render_unavailable\"} 1".to_owned(),
+        "corelane_kv_credited_tokens_total 224".to_owned(),
+        "corelane_kv_new_tokens_sum 256".to_owned(),
+        "corelane_kv_new_tokens_count 3".to_owned(),
     ];
+    for _ in 0..2 {
+        cluster.ask(&ids(1)).await;
+    }
+    cluster.ask(&ids(2)).await;
+    cluster
+        .ask_at("/v1/completions", r#"{"prompt":"words"}"#)
+        .await;
     let mut page = String::new();
     // A core may be done before the task that taught it has noted so.
     for _ in 0..100 {

@@ -8,6 +8,7 @@ use std::time::Duration;
 use common::pd::*;
 use common::*;
 use corelane::Router;
+use shards::Counter;
 use tokio::sync::watch;
 
 const CHAT: &str = "/v1/chat/completions";
@@ -351,7 +352,10 @@ async fn what_one_hand_over_cannot_serve_goes_whole_to_one_decode_worker() {
         );
     }
     assert_eq!(pools.prefill_count(), 0);
-    assert_eq!(pd_total(&router, |pd| pd.requests.value()), 20);
+    assert_eq!(
+        pd_total(&router, |pd| pd.requests.iter().map(Counter::value).sum()),
+        20
+    );
     until_books_are_empty(&router).await;
 }
 

@@ -1203,8 +1203,10 @@ impl World for Sim {
         self.resent = Some(slot);
         self.ledger.borrow_mut().resends += 1;
     }
-    fn count_retry(&mut self) {
+    fn count_retry(&mut self, _: Route, attempt: u32) {
         self.retries += 1;
+        // A prefill made anew after a resend counts among them.
+        assert!(attempt >= self.retries, "retries are numbered");
         assert!(
             self.retries <= self.config.retry.retries_max,
             "retries have a number"
@@ -1277,10 +1279,11 @@ impl World for Sim {
                     self.fate(n, Fate::Lost);
                 }
             }
-            PdEvent::Request | PdEvent::Whole(_) | PdEvent::UsageFixed => {}
+            PdEvent::Request(_) | PdEvent::Whole(_) | PdEvent::UsageFixed => {}
+            PdEvent::RequestTooLong | PdEvent::AnswerTooLong => panic!("nothing here is long"),
         }
     }
-    fn record_handover_gap(&mut self, _: u64) {}
+    fn record_handover(&mut self, _: u64, _: u64) {}
     fn count_malformed(&mut self) {}
     fn record_added(&mut self, _: u64) {}
     fn record_answer(&mut self, _: Slot, _: u64, _: bool) {}

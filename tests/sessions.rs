@@ -69,7 +69,7 @@ async fn finish(router: &Router, session: &str) -> bool {
 }
 
 fn reason(router: &Router, reason: Reason) -> u64 {
-    total(router, |s| s.decisions[reason as usize].value())
+    total(router, |s| s.decided(reason))
 }
 
 fn counts(workers: &[Worker]) -> Vec<u64> {

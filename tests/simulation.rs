@@ -536,7 +536,7 @@ impl World for Sim {
     fn count_pd(&mut self, event: PdEvent) {
         panic!("{event:?} without P/D");
     }
-    fn record_handover_gap(&mut self, _: u64) {}
+    fn record_handover(&mut self, _: u64, _: u64) {}
     fn dial(&mut self, slot: Slot, fresh: bool) -> Dial {
         assert!(self.leg.is_none(), "one leg at a time");
         assert_eq!(self.closed, None, "a leg for a client that is gone");
@@ -669,7 +669,7 @@ impl World for Sim {
     fn count_resend(&mut self) {
         self.resends += 1;
     }
-    fn count_retry(&mut self) {
+    fn count_retry(&mut self, _: Route, _: u32) {
         self.retries += 1;
     }
     fn count_malformed(&mut self) {
@@ -1924,6 +1924,11 @@ fn retries_end_at_their_number_and_a_second_plain_500_goes_to_the_client() {
     assert_eq!(case.sim.dial_count, 2, "one 500 may be the worker's");
     busy(&mut case, 11);
     assert_eq!((case.statuses(), case.sim.dial_count), (vec![500], 2));
+    let exhausted = |case: &Case| -> Vec<bool> {
+        let records = case.sim.records.iter();
+        records.map(|record| record.is_exhausted).collect()
+    };
+    assert_eq!(exhausted(&case), [false], "it is the request's doing");
 
     drop(case);
     let config = Rc::get_mut(&mut bench.config).expect("nobody else holds it");
@@ -1939,6 +1944,7 @@ fn retries_end_at_their_number_and_a_second_plain_500_goes_to_the_client() {
         Some("X-Tag: 0.3"),
         "the last worker's words"
     );
+    assert_eq!(exhausted(&case), [true]);
 }
 
 #[test]

@@ -311,13 +311,13 @@ async fn a_warm_prefix_on_a_dead_worker_costs_one_retry() {
     let answer = client.post(CHAT, &chat(&text)).await.expect("an answer");
     assert_eq!(answer.status, 200);
     assert!(began.elapsed() < Duration::from_secs(1));
-    assert_eq!(total(&router, |stats| stats.retries.value()), 1);
+    assert_eq!(total(&router, |stats| stats.retried()), 1);
     for _ in 0..10 {
         let answer = client.post(CHAT, &chat(&text)).await.expect("an answer");
         assert_eq!(answer.status, 200);
     }
     assert_eq!(
-        total(&router, |stats| stats.retries.value()),
+        total(&router, |stats| stats.retried()),
         1,
         "it is known to be dead"
     );

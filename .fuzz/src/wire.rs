@@ -374,11 +374,11 @@ impl World for Wire<'_> {
         true
     }
     fn count_resend(&mut self) {}
-    fn count_retry(&mut self) {}
+    fn count_retry(&mut self, _: Route, _: u32) {}
     fn count_pd(&mut self, event: PdEvent) {
         panic!("{event:?} without P/D");
     }
-    fn record_handover_gap(&mut self, _: u64) {}
+    fn record_handover(&mut self, _: u64, _: u64) {}
     fn count_malformed(&mut self) {}
     fn record_added(&mut self, _: u64) {}
     fn record_piece(&mut self, _: Slot, _: u64) {}

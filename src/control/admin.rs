@@ -700,7 +700,17 @@ async fn loads(State(plane): Plain) -> Response {
             })
         })
         .collect();
-    reply::json(StatusCode::OK, &json!({"workers": list}))
+    let mut answer = json!({"workers": list});
+    if plane.shared.config().pd.is_some() {
+        // vllm-router's answer under P/D: by URL, and what could not be asked; nobody is asked here.
+        let by_url = list.iter().filter_map(|worker| {
+            let url = worker["worker"].as_str()?;
+            Some((url.to_owned(), worker["load"].clone()))
+        });
+        answer["loads"] = Value::Object(by_url.collect());
+        answer["errors"] = json!([]);
+    }
+    reply::json(StatusCode::OK, &answer)
 }
 
 #[derive(Deserialize)]

@@ -13,17 +13,18 @@ use http::{HeaderMap, HeaderValue, StatusCode, header};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::registry::Registry;
-use shards::HistogramSnapshot;
+use shards::{Counter, HistogramSnapshot};
 
 use super::discovery::Discovery;
-use super::kv::SourceView;
-use super::standing::Standing;
+use super::standing::Breaker;
 use super::{Plane, WorkerView, admin_port, reply};
-use crate::route::{Reason, Role, Whole};
-use crate::shared::{CoreStats, Outcome, PdStats, Route};
+use crate::route::{Reason, Role};
+use crate::shared::{ATTEMPT_COUNT, CoreStats, LATENCY_BOUNDS_NS, Outcome, ROUTE_COUNT, Route};
 use families::{Families, Label};
 
 mod families;
+mod kv;
+mod pd;
 
 /// Any path serves scrapes, as vllm-router's listener does.
 pub(super) fn router(plane: Arc<Plane>) -> Router {
@@ -91,7 +92,7 @@ impl Collector for Scrape {
         self.workers(&mut out, &workers)?;
         self.times(&mut out)?;
         self.tree(&mut out)?;
-        self.kv(&mut out)?;
+        self.kv(&mut out, &workers)?;
         self.reloads(&mut out)?;
         self.discovery(&mut out)?;
         if self.0.shared.config().pd.is_some() {
@@ -102,9 +103,6 @@ impl Collector for Scrape {
         self.connections(&mut out)
     }
 }
-
-/// A counter of a worker's events: name, help, and where it is read.
-type Told = (&'static str, &'static str, fn(&SourceView) -> u64);
 
 /// What `request_errors_total` calls an outcome; none: no error of worker or router.
 fn error_type(outcome: Outcome) -> Option<&'static str> {
@@ -117,6 +115,18 @@ fn error_type(outcome: Outcome) -> Option<&'static str> {
         Outcome::Broken => Some("broken_stream"),
         Outcome::ClientGone => Some("client_gone"),
         Outcome::Overloaded => Some("overloaded"),
+    }
+}
+
+/// So many pauses of no length.
+fn at_once(count: u64) -> HistogramSnapshot {
+    let mut counts = vec![0; LATENCY_BOUNDS_NS.len() + 1];
+    counts[0] = count;
+    HistogramSnapshot {
+        bounds: &LATENCY_BOUNDS_NS,
+        counts,
+        sum_ns: 0,
+        count,
     }
 }
 
@@ -137,13 +147,23 @@ impl Scrape {
         self.sum(|stats| stats.exchanges[route as usize][outcome as usize].value())
     }
 
+    /// Decisions for such reasons.
     fn reasons(&self, is_meant: impl Fn(Reason) -> bool) -> u64 {
         let meant = || Reason::ALL.into_iter().filter(|reason| is_meant(*reason));
+        self.sum(|stats| meant().map(|reason| stats.decided(reason)).sum())
+    }
+
+    /// Those of one role.
+    fn reasons_of(&self, role: Role, is_meant: impl Fn(Reason) -> bool) -> u64 {
+        let meant = || Reason::ALL.into_iter().filter(|reason| is_meant(*reason));
         self.sum(|stats| {
-            meant()
-                .map(|reason| stats.decisions[reason as usize].value())
-                .sum()
+            let counts = &stats.decisions[role as usize];
+            meant().map(|reason| counts[reason as usize].value()).sum()
         })
+    }
+
+    fn merged(&self, read: impl Fn(&CoreStats) -> HistogramSnapshot) -> Option<HistogramSnapshot> {
+        families::merge(self.0.shared.cores.iter().map(|core| read(&core.stats)))
     }
 
     fn requests(&self, out: &mut Families) -> fmt::Result {
@@ -202,11 +222,23 @@ impl Scrape {
                 Some((labels, self.exchanges(Route::Embeddings, outcome)))
             }),
         )?;
-        out.counter(
-            "vllm_router_retries",
-            "Retries on another worker",
-            self.sum(|s| s.retries.value()),
+        out.gauge(
+            "vllm_router_embeddings_queue_size",
+            "Embeddings that are here: read, waiting, or being answered",
+            self.sum(|s| s.begun[Route::Embeddings as usize].value())
+                .saturating_sub(
+                    Outcome::ALL
+                        .into_iter()
+                        .map(|outcome| self.exchanges(Route::Embeddings, outcome))
+                        .sum(),
+                ),
         )?;
+        out.histogram(
+            "vllm_router_embeddings_duration_seconds",
+            "Whole exchange, of embeddings",
+            self.merged(|stats| stats.embeddings.snapshot()).as_ref(),
+        )?;
+        self.retries(out)?;
         out.counter(
             "corelane_resends",
             "Requests sent again on a fresh connection because a reused one had died",
@@ -229,8 +261,37 @@ impl Scrape {
         )
     }
 
+    fn retries(&self, out: &mut Families) -> fmt::Result {
+        let by_route = |read: fn(&CoreStats) -> &[Counter; ROUTE_COUNT]| {
+            let routes = Route::ALL.into_iter();
+            let routes = routes.filter(|route| *route != Route::Admin);
+            routes.map(move |route| {
+                let count = self.sum(|stats| read(stats)[route as usize].value());
+                ([("route", route.label().into())], count)
+            })
+        };
+        out.counters(
+            "vllm_router_retries",
+            "Retries on another worker",
+            by_route(|stats| &stats.retries),
+        )?;
+        out.counters(
+            "vllm_router_retries_exhausted",
+            "Failures that would have been tried again, had there been a retry, budget or worker left",
+            by_route(|stats| &stats.exhausted),
+        )?;
+        let attempts = (0..ATTEMPT_COUNT).map(|at| {
+            let count = self.sum(|stats| stats.retries_by_attempt[at].value());
+            ([("attempt", Label::Number(at as u64 + 1))], at_once(count))
+        });
+        out.histograms(
+            "vllm_router_retry_backoff_duration_seconds",
+            "Pause before a retry, by which one of its request it was (the last: or a later one); another worker is asked at once",
+            attempts.filter(|(_, snapshot)| snapshot.count > 0),
+        )
+    }
+
     fn decisions(&self, out: &mut Families) -> fmt::Result {
-        let (policy, stage) = self.policy_and_stage();
         out.counters(
             "corelane_decisions",
             "Choices of a worker, by reason",
@@ -245,21 +306,22 @@ impl Scrape {
             Reason::ALL.into_iter().map(Reason::outcome).collect();
         outcomes.sort_unstable();
         outcomes.dedup();
-        let labels = |outcome: &'static str| {
-            [
-                ("policy", policy.into()),
-                ("stage", stage.into()),
-                ("outcome", outcome.into()),
-            ]
-        };
+        let config = self.0.shared.config();
+        let outcomes = &outcomes;
         out.counters(
             "vllm_router_prefix_routing_decisions",
             "Choices of a worker, in vllm-router's words",
-            outcomes.into_iter().map(|outcome| {
-                (
-                    labels(outcome),
-                    self.reasons(|reason| reason.outcome() == outcome),
-                )
+            config.needed_roles().iter().flat_map(|role| {
+                outcomes.iter().map(|outcome| {
+                    let policy = config.settings_of(*role).policy.name();
+                    let labels = [
+                        ("policy", policy.into()),
+                        ("stage", role.label().into()),
+                        ("outcome", (*outcome).into()),
+                    ];
+                    let count = self.reasons_of(*role, |reason| reason.outcome() == *outcome);
+                    (labels, count)
+                })
             }),
         )?;
         let of = |outcome: &'static str| self.reasons(|reason| reason.outcome() == outcome);
@@ -278,17 +340,6 @@ impl Scrape {
             "Choices against the prefix because its worker was overloaded",
             of("load_imbalance"),
         )
-    }
-
-    /// Labels of decisions. The cores count those of both legs together: where the roles' policies differ, it is
-    /// neither's.
-    fn policy_and_stage(&self) -> (&'static str, &'static str) {
-        let config = self.0.shared.config();
-        match &config.pd {
-            None => (config.settings.policy.name(), "regular"),
-            Some(pd) if pd.prefill.policy == pd.decode.policy => (pd.prefill.policy.name(), "all"),
-            Some(_) => ("mixed", "all"),
-        }
     }
 
     fn fleet(&self, out: &mut Families, workers: &[WorkerView]) -> fmt::Result {
@@ -377,14 +428,30 @@ impl Scrape {
         out.gauges(
             "vllm_router_cb_state",
             "0: closed, 1: open, 2: half-open; of whatever took the worker out",
-            workers.iter().map(|worker| {
-                let state = match registry.standing(worker.id) {
-                    Standing::Good { .. } => 0,
-                    Standing::Out { .. } => 1,
-                    Standing::Trial { .. } => 2,
-                };
-                (label(worker), state)
-            }),
+            workers
+                .iter()
+                .map(|worker| (label(worker), registry.standing(worker.id).breaker() as u64)),
+        )?;
+        let changes = workers.iter().flat_map(|worker| {
+            let counts = registry.transitions(worker.id);
+            let pairs = Breaker::ALL
+                .into_iter()
+                .flat_map(|from| Breaker::ALL.into_iter().map(move |to| (from, to)));
+            pairs
+                .filter(|(from, to)| from != to)
+                .map(move |(from, to)| {
+                    let labels = [
+                        ("worker", Label::Shared(worker.url.clone())),
+                        ("from", from.label().into()),
+                        ("to", to.label().into()),
+                    ];
+                    (labels, counts[from as usize][to as usize])
+                })
+        });
+        out.counters(
+            "vllm_router_cb_state_transitions",
+            "Times the worker went from one of these states to another",
+            changes.filter(|(_, count)| *count > 0),
         )?;
         drop(registry);
         out.gauges(
@@ -472,79 +539,6 @@ impl Scrape {
         )
     }
 
-    /// What the cores count of requests in two legs.
-    fn pd(&self, out: &mut Families) -> fmt::Result {
-        let sum = |read: fn(&PdStats) -> u64| self.sum(|stats| read(&stats.pd));
-        out.counter(
-            "vllm_router_pd_requests",
-            "Requests that went in two legs",
-            sum(|pd| pd.requests.value()),
-        )?;
-        out.counter(
-            "vllm_router_pd_missing_kv_transfer_params",
-            "Prefill answers without transfer parameters",
-            sum(|pd| pd.missing_transfer.value()),
-        )?;
-        out.counter(
-            "vllm_router_pd_handovers",
-            "Prefill legs that ended with transfer parameters",
-            sum(|pd| pd.handovers.value()),
-        )?;
-        // Ends first: an orphan that ends between the reads is then no negative number.
-        let released = sum(|pd| pd.orphans_released.value());
-        let lost = sum(|pd| pd.orphans_lost.value());
-        let orphans = sum(|pd| pd.orphans.value());
-        out.counters(
-            "vllm_router_pd_orphaned_handovers",
-            "Hand-overs that no decode worker got, by what became of their blocks",
-            [("released", released), ("lost", lost)]
-                .into_iter()
-                .map(|(outcome, count)| ([("outcome", outcome.into())], count)),
-        )?;
-        out.gauge(
-            "vllm_router_pd_orphaned_handovers_in_flight",
-            "Hand-overs whose blocks are being released",
-            orphans.saturating_sub(released).saturating_sub(lost),
-        )?;
-        let cores = self.0.shared.cores.iter();
-        let oldest_ns = cores.map(|core| core.stats.pd.oldest_orphan_ns.value());
-        out.seconds(
-            "vllm_router_pd_orphaned_handover_oldest_seconds",
-            "Age of the oldest of them; 0: none",
-            oldest_ns.max().unwrap_or(0),
-        )?;
-        out.counter(
-            "vllm_router_pd_skipped_prefill",
-            "Requests without a prefill leg because decode lacked too little",
-            sum(|pd| pd.skipped_prefill.value()),
-        )?;
-        out.counter(
-            "vllm_router_pd_stale_handovers",
-            "Hand-overs too old to be used, or of a prefill worker that restarted",
-            sum(|pd| pd.stale_handovers.value()),
-        )?;
-        out.counters(
-            "vllm_router_pd_whole_requests",
-            "Requests sent whole to a decode worker, by reason",
-            Whole::ALL.into_iter().map(|why| {
-                let count = self.sum(|stats| stats.pd.whole[why as usize].value());
-                ([("reason", why.label().into())], count)
-            }),
-        )?;
-        out.counter(
-            "vllm_router_pd_usage_fixed",
-            "Answers whose usage was put right with that of prefill",
-            sum(|pd| pd.usage_fixed.value()),
-        )?;
-        let cores = self.0.shared.cores.iter();
-        let gap = families::merge(cores.map(|core| core.stats.pd.handover_gap.snapshot()));
-        out.histogram(
-            "vllm_router_pd_handover_gap_seconds",
-            "From the end of prefill to the dispatch of decode",
-            gap.as_ref(),
-        )
-    }
-
     /// Where workers come from, and what looking for them has seen.
     fn discovery(&self, out: &mut Families) -> fmt::Result {
         let counts = self.0.registry().count_by_finder();
@@ -598,59 +592,8 @@ impl Scrape {
         )
     }
 
-    /// vllm-router's families of one role's workers.
-    fn pd_workers(&self, out: &mut Families, workers: &[WorkerView]) -> fmt::Result {
-        let of = |role: Role, read: fn(&WorkerView) -> u64| {
-            let workers = workers.iter().filter(move |worker| worker.role == role);
-            workers.map(move |worker| {
-                (
-                    [("worker", Label::Shared(worker.url.clone()))],
-                    read(worker),
-                )
-            })
-        };
-        out.counters(
-            "vllm_router_pd_prefill_requests",
-            "Times the prefill worker was chosen",
-            of(Role::Prefill, |w| w.chosen),
-        )?;
-        out.counters(
-            "vllm_router_pd_decode_requests",
-            "Times the decode worker was chosen",
-            of(Role::Decode, |w| w.chosen),
-        )?;
-        out.counters(
-            "vllm_router_pd_prefill_errors",
-            "Exchanges that failed with the prefill worker",
-            of(Role::Prefill, |w| w.failures),
-        )?;
-        out.counters(
-            "vllm_router_pd_decode_errors",
-            "Exchanges that failed with the decode worker",
-            of(Role::Decode, |w| w.failures),
-        )?;
-        out.gauges(
-            "vllm_router_pd_prefill_occupancy",
-            "Prefill legs in flight",
-            of(Role::Prefill, |w| w.in_flight.into()),
-        )?;
-        out.gauges(
-            "vllm_router_pd_pending_decode_requests",
-            "Decode legs not dispatched yet",
-            of(Role::Decode, |w| w.waiting.into()),
-        )?;
-        out.gauges(
-            "vllm_router_pd_active_decode_requests",
-            "Decode legs dispatched and not ended",
-            of(Role::Decode, |w| w.active.into()),
-        )
-    }
-
     fn times(&self, out: &mut Families) -> fmt::Result {
-        let merged = |read: fn(&CoreStats) -> HistogramSnapshot| {
-            families::merge(self.0.shared.cores.iter().map(|core| read(&core.stats)))
-        };
-        let duration = merged(|stats| stats.duration.snapshot());
+        let duration = self.merged(|stats| stats.duration.snapshot());
         out.histogram(
             "vllm_router_generate_duration_seconds",
             "Whole exchange",
@@ -664,27 +607,27 @@ impl Scrape {
         out.histogram(
             "corelane_time_to_first_byte_seconds",
             "From the last byte of the request to the first of the answer's body",
-            merged(|stats| stats.first_byte.snapshot()).as_ref(),
+            self.merged(|stats| stats.first_byte.snapshot()).as_ref(),
         )?;
         out.histogram(
             "corelane_chunk_gap_seconds",
             "Between two pieces of an answer",
-            merged(|stats| stats.gap.snapshot()).as_ref(),
+            self.merged(|stats| stats.gap.snapshot()).as_ref(),
         )?;
         out.histogram(
             "corelane_decision_seconds",
             "Choosing a worker: key, find and pick",
-            merged(|stats| stats.decision.snapshot()).as_ref(),
+            self.merged(|stats| stats.decision.snapshot()).as_ref(),
         )?;
         out.histogram(
             "corelane_added_seconds",
             "The router's own time: request complete to request sent, answer head in to answer head out",
-            merged(|stats| stats.added.snapshot()).as_ref(),
+            self.merged(|stats| stats.added.snapshot()).as_ref(),
         )?;
         out.histogram(
             "corelane_queue_wait_seconds",
             "How long requests that waited for their turn or a worker had waited when they got it",
-            merged(|stats| stats.waits.snapshot()).as_ref(),
+            self.merged(|stats| stats.waits.snapshot()).as_ref(),
         )
     }
 
@@ -719,126 +662,6 @@ impl Scrape {
             "corelane_lessons_dropped",
             "Batches of new prefixes not learnt because a mailbox was full",
             self.sum(|stats| stats.lessons_dropped.value()),
-        )
-    }
-
-    /// What engines say they hold; nothing without `kv_aware`.
-    fn kv(&self, out: &mut Families) -> fmt::Result {
-        let Some(kv) = &self.0.shared.kv else {
-            return Ok(());
-        };
-        let tree = &kv.index.tree;
-        let (bytes, held) = (tree.bytes() as u64, tree.membership_count() as u64);
-        let views = self.0.kv.views();
-        let names: usize = views.iter().map(|view| view.name_bytes).sum();
-        out.gauge(
-            "corelane_kv_index_bytes",
-            "Memory of the exact index",
-            bytes,
-        )?;
-        out.gauge(
-            "corelane_kv_names_bytes",
-            "Memory of the engines' names for blocks",
-            names as u64,
-        )?;
-        out.gauge(
-            "corelane_kv_index_memberships",
-            "Pairs of a KV block and a source that holds it",
-            held,
-        )?;
-        out.counter(
-            "corelane_kv_index_evicted",
-            "KV blocks forgotten for room (--kv-index-bytes)",
-            tree.evicted_count(),
-        )?;
-        out.counter(
-            "corelane_kv_lessons",
-            "Batches of KV blocks sent to the cores",
-            self.0.kv.lesson_count(),
-        )?;
-        // By worker: the labels of ranks would be as many as the fleet's GPUs.
-        let mut workers: Vec<SourceView> = Vec::new();
-        for view in views {
-            match workers.iter_mut().find(|sum| sum.worker == view.worker) {
-                Some(sum) => sum.add(&view),
-                None => workers.push(view),
-            }
-        }
-        let each = |read: fn(&SourceView) -> u64| {
-            let each = workers.iter();
-            each.map(move |view| ([("worker", Label::Shared(view.worker.clone()))], read(view)))
-        };
-        out.gauges(
-            "corelane_kv_trust",
-            "How far a worker's events are believed: 0 blind, 1 degraded, 2 catching up, 3 exact",
-            each(|view| view.trust as u64),
-        )?;
-        out.gauges(
-            "corelane_kv_blocks",
-            "KV blocks that a worker says it holds",
-            each(|view| view.block_count as u64),
-        )?;
-        let counters: [Told; 7] = [
-            ("corelane_kv_stored", "KV blocks stored", |v| {
-                v.counts.stored
-            }),
-            ("corelane_kv_removed", "KV blocks removed", |v| {
-                v.counts.removed
-            }),
-            (
-                "corelane_kv_passed_over",
-                "KV blocks without a known parent, or of another size or cache group",
-                |v| v.counts.passed_over,
-            ),
-            (
-                "corelane_kv_bad_events",
-                "Events and messages that make no sense",
-                |v| v.counts.bad,
-            ),
-            ("corelane_kv_gaps", "Gaps in a worker's events", |v| v.gaps),
-            (
-                "corelane_kv_replays",
-                "Replays that gave all that was missing",
-                |v| v.replays,
-            ),
-            (
-                "corelane_kv_restarts",
-                "Times a worker's publisher has begun anew",
-                |v| v.restarts,
-            ),
-        ];
-        for (name, help, read) in counters {
-            out.counters(name, help, each(read))?;
-        }
-        self.tokens(out)
-    }
-
-    /// Prompts of text; nothing without a tokenizer.
-    fn tokens(&self, out: &mut Families) -> fmt::Result {
-        let Some(desk) = &self.0.shared.desk else {
-            return Ok(());
-        };
-        let fates = desk.fates();
-        out.counters(
-            "corelane_tokenizer_prompts",
-            "Prompts of text by what became of them (late: placed without tokens, which are then made all the same)",
-            fates.map(|(fate, count)| ([("result", Label::Fixed(fate.label()))], count)),
-        )?;
-        let [made, remembered] = desk.tokens();
-        out.counter(
-            "corelane_tokenizer_tokens_made",
-            "Tokens made of text",
-            made,
-        )?;
-        out.counter(
-            "corelane_tokenizer_tokens_remembered",
-            "Tokens of messages seen before",
-            remembered,
-        )?;
-        out.gauge(
-            "corelane_tokenizer_waiting",
-            "Prompts that wait for a tokenizer's thread",
-            desk.waiting_count() as u64,
         )
     }
 

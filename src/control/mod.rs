@@ -207,6 +207,8 @@ pub struct WorkerView {
     /// `starting`, `ready`, `unhealthy`, `silent` (does not register any more), `not_ready` (its pod) or `draining`; `failing`, `refused`,
     /// `stalled` or `degraded` while it is out although its probes are good.
     pub state: &'static str,
+    /// Its data-parallel rank, where the router chooses it.
+    pub rank: Option<u32>,
     /// Where it counts in the books.
     pub id: shards::WorkerId,
     /// Exchanges in flight.
@@ -637,6 +639,7 @@ impl Plane {
         let totals = registry.totals(rank);
         WorkerView {
             reason: entry.reason(),
+            rank: rank.number,
             ..view_of(
                 rank.label.clone(),
                 entry.role,
@@ -661,6 +664,7 @@ fn view_of(
         url,
         role,
         state,
+        rank: None,
         id,
         in_flight: load.in_flight,
         waiting: load.waiting,

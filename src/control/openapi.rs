@@ -157,7 +157,7 @@ const fn inference(path: &'static str, id: &'static str, summary: &'static str) 
 
 /// All operations, by path.
 #[rustfmt::skip]
-pub(super) const OPERATIONS: [Operation; 34] = [
+pub(super) const OPERATIONS: [Operation; 35] = [
     get("/health", "health", Tag::Health, "Whether all workers are healthy", &[(200, "", "all are"), NOT_READY]),
     get("/health_generate", "healthGenerate", Tag::Health, "The same", &[(200, "", "all are"), NOT_READY]),
     get("/liveness", "liveness", Tag::Health, "Whether the router runs", &[(200, "", "it does")]),
@@ -205,7 +205,10 @@ pub(super) const OPERATIONS: [Operation; 34] = [
     inference("/score", "score", "Scores of pairs"),
     inference("/v1/score", "scoreV1", "The same"),
     Operation { method: "GET", path: "/v1/responses/{id}", id: "response", tag: Tag::Inference,
-        summary: "Passed through to a worker, as every path that is not listed here, with any method", query: NONE, body: None,
+        summary: "A response that some worker keeps: workers are asked one after the other while they answer 404", query: NONE, body: None,
+        answers: &[(200, "Any", "the worker's answer"), (404, "Any", "that of the last worker"), (502, "Error", "worker_failed, bad_answer"), NO_WORKER] },
+    Operation { method: "POST", path: "/v1/responses/{id}/cancel", id: "cancelResponse", tag: Tag::Inference,
+        summary: "The same. Paths that are not listed here are passed through to one worker, with any method", query: NONE, body: None,
         answers: &[(200, "Any", "the worker's answer"), (502, "Error", "worker_failed, bad_answer"), NO_WORKER] },
 ];
 
@@ -392,7 +395,9 @@ fn schemas() -> Value {
             ("worker", json!({"anyOf": [reference("Worker"), {"type": "null"}]})), ("ignored_fields", list(text())),
         ]),
         "WorkerRemoved": object(&[("status", text()), ("url", text()), ("message", text())]),
-        "Loads": object(&[("workers", list(load))]),
+        "Loads": object(&[
+            ("workers", list(load)), ("loads?", any_object()), ("errors?", list(text())),
+        ]),
         "Flushed": object(&[
             ("status", text()), ("message", text()), ("cores", count()), ("workers_asked", count()), ("workers_flushed", count()),
         ]),

@@ -7,6 +7,7 @@ use serde_json::Value;
 use super::testing::{FakeWorker, pd_config, pump, until};
 use super::tests::{MODEL, Rig, encoded, rig};
 use super::*;
+use crate::shared::{Outcome, Route};
 
 fn pd_rig(prefill: &[&FakeWorker], decode: &[&FakeWorker], flags: &[&str]) -> Rig {
     rig(&[], |config| *config = pd_config(prefill, decode, flags))
@@ -170,10 +171,11 @@ fn listings_tell_the_roles_and_workers_are_added_with_one() {
         all["stats"],
         serde_json::json!({"prefill_count": 2, "decode_count": 2, "regular_count": 0})
     );
-    assert_eq!(
-        rig.get("/get_loads").1["workers"][2]["worker_type"],
-        "prefill"
-    );
+    let loads = rig.get("/get_loads").1;
+    assert_eq!(loads["workers"][2]["worker_type"], "prefill");
+    let by_url = loads["loads"].as_object().unwrap();
+    assert_eq!((by_url.len(), &by_url[&*late_p.url()]), (4, &0.into()));
+    assert_eq!(loads["errors"], serde_json::json!([]));
     assert_eq!(
         rig.get("/get_server_info").1["workers"],
         serde_json::json!({"total": 4, "ready": 4,
@@ -224,7 +226,11 @@ fn metrics_tell_of_each_role() {
         .failures
         .add(2);
     let pd = &stats.pd;
-    pd.requests.add(9);
+    pd.requests[Route::Completions as usize].add(9);
+    pd.first_byte[Route::Completions as usize].record(700_000);
+    pd.requests_too_long.add(3);
+    pd.decode_pending.record(3_000_000);
+    stats.exchanges[Route::Generate as usize][Outcome::NoWorker as usize].add(6);
     pd.orphans.add(5);
     pd.orphans_released.add(2);
     pd.orphans_lost.add(1);
@@ -238,12 +244,19 @@ fn metrics_tell_of_each_role() {
         format!("vllm_router_pd_decode_requests_total{{worker=\"{d}\"}} 0"),
         format!("vllm_router_pd_prefill_errors_total{{worker=\"{p}\"}} 0"),
         format!("vllm_router_pd_decode_errors_total{{worker=\"{d}\"}} 2"),
-        format!("vllm_router_pd_prefill_occupancy{{worker=\"{p}\"}} 1"),
-        format!("vllm_router_pd_pending_decode_requests{{worker=\"{d}\"}} 1"),
-        format!("vllm_router_pd_active_decode_requests{{worker=\"{d}\"}} 0"),
+        format!("vllm_router_pd_prefill_occupancy{{worker=\"{p}\",rank=\"aggregate\"}} 1"),
+        format!("vllm_router_pd_active_prefill_tokens{{worker=\"{p}\",rank=\"aggregate\"}} 2"),
+        format!("vllm_router_pd_pending_decode_requests{{worker=\"{d}\",rank=\"aggregate\"}} 1"),
+        format!("vllm_router_pd_active_decode_requests{{worker=\"{d}\",rank=\"aggregate\"}} 0"),
         format!("vllm_router_policy_decisions_total{{policy=\"round_robin\",worker=\"{p}\"}} 3"),
         format!("vllm_router_policy_decisions_total{{policy=\"random\",worker=\"{d}\"}} 0"),
-        "vllm_router_pd_requests_total 9".to_owned(),
+        "vllm_router_pd_requests_total{route=\"/v1/completions\"} 9".to_owned(),
+        "vllm_router_pd_request_duration_seconds_bucket{le=\"0.001\",route=\"/v1/completions\"} 1"
+            .to_owned(),
+        "vllm_router_pd_errors_total{error_type=\"server_selection\"} 6".to_owned(),
+        "vllm_router_pd_body_over_limit_total{stage=\"request\"} 3".to_owned(),
+        "vllm_router_pd_body_over_limit_total{stage=\"prefill\"} 0".to_owned(),
+        "vllm_router_pd_decode_pending_seconds_count 1".to_owned(),
         "vllm_router_pd_missing_kv_transfer_params_total 0".to_owned(),
         "vllm_router_pd_handovers_total 0".to_owned(),
         "vllm_router_pd_orphaned_handovers_total{outcome=\"released\"} 2".to_owned(),

@@ -20,7 +20,7 @@ use super::health::{Failure, Phase, Tracker, Verdict};
 use super::models::Model;
 use super::mooncake::EngineIds;
 use super::registration::LEASE;
-use super::standing::{Observation, Standing, Standings, Why};
+use super::standing::{Observation, Standing, Standings, Transitions, Why};
 use super::totals::Totals;
 use crate::config::{BOOTSTRAP_PORT, Connector, Tls, WORKER_COUNT_MAX, WorkerSpec, WorkerUrl};
 use crate::route::Role;
@@ -968,6 +968,11 @@ impl Registry {
     /// How a worker stands.
     pub fn standing(&self, id: WorkerId) -> Standing {
         self.standings.standing(id)
+    }
+
+    /// How often a worker's standing has changed.
+    pub fn transitions(&self, id: WorkerId) -> Transitions {
+        self.standings.transitions(id)
     }
 
     /// The state of one worker of an engine: the engine's, or why the worker is out although the engine is ready.

@@ -206,7 +206,43 @@ pub enum Standing {
 impl Standing {
     /// What holds of a worker never judged.
     pub const NEW: Standing = Standing::Good { share: 1.0 };
+
+    /// In the words of circuit breakers.
+    pub fn breaker(self) -> Breaker {
+        match self {
+            Standing::Good { .. } => Breaker::Closed,
+            Standing::Out { .. } => Breaker::Open,
+            Standing::Trial { .. } => Breaker::HalfOpen,
+        }
+    }
 }
+
+/// A standing as vllm-router's metrics have it: the number is the value of `cb_state`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+#[allow(missing_docs, reason = "each is the word it names")]
+pub enum Breaker {
+    Closed,
+    Open,
+    HalfOpen,
+}
+
+impl Breaker {
+    /// All, in the order of their numbers.
+    pub const ALL: [Breaker; 3] = [Breaker::Closed, Breaker::Open, Breaker::HalfOpen];
+
+    /// The label in metrics.
+    pub fn label(self) -> &'static str {
+        match self {
+            Breaker::Closed => "closed",
+            Breaker::Open => "open",
+            Breaker::HalfOpen => "half_open",
+        }
+    }
+}
+
+/// How often a worker's standing went from one word to another: `[from][to]`.
+pub type Transitions = [[u64; Breaker::ALL.len()]; Breaker::ALL.len()];
 
 #[derive(Clone, Copy, Debug)]
 enum State {
@@ -288,6 +324,7 @@ struct Worker<K> {
     is_present: bool,
     state: State,
     told: Standing,
+    transitions: Transitions,
     failures: Failures,
     rhythm: Rhythm,
     speed: Speed,
@@ -320,6 +357,7 @@ impl<K> Worker<K> {
             is_present: true,
             state: State::Good { back: None },
             told: Standing::NEW,
+            transitions: Transitions::default(),
             failures: Failures::default(),
             rhythm: Rhythm::default(),
             speed: Speed::default(),
@@ -593,6 +631,12 @@ impl<K: Copy + PartialEq> Standings<K> {
             .map_or(Standing::NEW, |worker| worker.told)
     }
 
+    /// How often its standing has changed, since it was seen first.
+    pub fn transitions(&self, key: K) -> Transitions {
+        let found = self.workers.iter().find(|worker| worker.key == key);
+        found.map_or(Transitions::default(), |worker| worker.transitions)
+    }
+
     /// Forgets a worker.
     pub fn remove(&mut self, key: K) {
         self.workers.retain(|worker| worker.key != key);
@@ -616,6 +660,10 @@ impl<K: Copy + PartialEq> Standings<K> {
         for worker in &mut self.workers {
             let standing = worker.standing(&self.config, now);
             if standing != worker.told {
+                let (from, to) = (worker.told.breaker(), standing.breaker());
+                if from != to {
+                    worker.transitions[from as usize][to as usize] += 1;
+                }
                 worker.told = standing;
                 changed.push((worker.key, standing));
             }

@@ -568,7 +568,14 @@ fn metrics_read_the_counters_and_the_books() {
         stats.exchanges[Route::ChatCompletions as usize][Outcome::Ok as usize].add(3);
         stats.exchanges[Route::ChatCompletions as usize][Outcome::ClientError as usize].add(1);
         stats.exchanges[Route::ChatCompletions as usize][Outcome::NoWorker as usize].add(2);
-        stats.decisions[crate::route::Reason::Affinity as usize].add(5);
+        stats.decisions[Role::Regular as usize][crate::route::Reason::Affinity as usize].add(5);
+        stats.retries[Route::Completions as usize].add(3);
+        stats.retries_by_attempt[0].add(2);
+        stats.retries_by_attempt[1].add(1);
+        stats.exhausted[Route::Completions as usize].add(1);
+        stats.begun[Route::Embeddings as usize].add(7);
+        stats.exchanges[Route::Embeddings as usize][Outcome::Ok as usize].add(5);
+        stats.embeddings.record(60_000);
         stats.workers[usize::from(id.slot.0)].chosen.add(4);
         stats.first_byte.record(60_000);
         stats.accepted.add(10);
@@ -588,7 +595,14 @@ fn metrics_read_the_counters_and_the_books() {
         "vllm_router_request_errors_total{route=\"/v1/chat/completions\",error_type=\"no_available_workers\"} 4".to_owned(),
         "vllm_router_active_workers 1".to_owned(),
         "corelane_decisions_total{reason=\"affinity\"} 10".to_owned(),
-        "stage=\"regular\",outcome=\"prefix_hit\"} 10".to_owned(),
+        "{policy=\"cache_aware\",stage=\"regular\",outcome=\"prefix_hit\"} 10".to_owned(),
+        "vllm_router_retries_total{route=\"/v1/completions\"} 6".to_owned(),
+        "vllm_router_retries_exhausted_total{route=\"/v1/completions\"} 2".to_owned(),
+        "vllm_router_retry_backoff_duration_seconds_count{attempt=\"1\"} 4".to_owned(),
+        "vllm_router_retry_backoff_duration_seconds_count{attempt=\"2\"} 2".to_owned(),
+        "vllm_router_retry_backoff_duration_seconds_sum{attempt=\"2\"} 0".to_owned(),
+        "vllm_router_embeddings_queue_size 4".to_owned(),
+        "vllm_router_embeddings_duration_seconds_count 2".to_owned(),
         "corelane_time_to_first_byte_seconds_bucket{le=\"0.00005\"} 0".to_owned(),
         "corelane_time_to_first_byte_seconds_bucket{le=\"0.0001\"} 2".to_owned(),
         "corelane_time_to_first_byte_seconds_bucket{le=\"+Inf\"} 2".to_owned(),
@@ -604,7 +618,7 @@ fn metrics_read_the_counters_and_the_books() {
         open.contains("# TYPE vllm_router_requests counter\n") && open.ends_with("# EOF\n"),
         "{open}"
     );
-    assert!(rig.scrape("*/*").lines().count() < 700, "bounded");
+    assert!(rig.scrape("*/*").lines().count() < 800, "bounded");
 }
 
 #[test]

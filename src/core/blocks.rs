@@ -88,9 +88,14 @@ impl Blocks {
         })
     }
 
+    /// Tokens of the prompt; 0: not known.
+    pub(super) fn token_count(&self) -> u64 {
+        self.count.unwrap_or(0)
+    }
+
     /// Of a prompt of `length` bytes those that need not be computed, when `new` of its tokens must be.
     pub(super) fn known_bytes(&self, new: u64, length: u64) -> u64 {
-        let count = self.count.unwrap_or(0).max(1);
+        let count = self.token_count().max(1);
         let known = count.saturating_sub(new);
         (u128::from(length) * u128::from(known) / u128::from(count)) as u64
     }

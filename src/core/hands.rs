@@ -19,7 +19,7 @@ use crate::route::{
     self, Candidates, Decision, Fields, Home, Key, Loads, PolicyKind, Reason, Role, TOKEN_BYTES,
     Tokens, TreePrefixes,
 };
-use crate::shared::{AdminRequest, Fleet, Outcome, Route, Worker};
+use crate::shared::{ATTEMPT_COUNT, AdminRequest, Affinity, Fleet, Outcome, Route, Worker};
 use crate::tls::ToWorker;
 
 /// A core tries a worker that is out no more often than this.
@@ -245,7 +245,11 @@ impl Hands<'_, '_> {
         let is_bound = core.config.settings_of(ask.role).policy == PolicyKind::KvAware
             && ask.role != Role::Prefill;
         let sessions = core.shared.sessions.get().filter(|_| is_bound)?;
-        let session = route::session_hash(core.seed, ask.head, ask.key)?;
+        let Some(session) = route::session_hash(core.seed, ask.head, ask.key) else {
+            let counts = &core.stats().kv.affinity[ask.role as usize];
+            counts[Affinity::NoSession as usize].add(1);
+            return None;
+        };
         let key = self.turn.fleet.binding(session, ask.role, ask.model);
         let now = core.shared.age_of(ttl_secs);
         Some(Bond {
@@ -256,15 +260,23 @@ impl Hands<'_, '_> {
 
     /// A session without a worker, or whose worker is no candidate any more, is bound to this one. One whose worker failed this
     /// request, or is full, stays bound to it.
-    fn tie(&self, bond: Bond, candidates: &Candidates, slot: Slot) {
+    fn tie(&self, bond: Bond, candidates: &Candidates, slot: Slot, role: Role) {
         let core = &*self.core;
         let ttl_secs = core.config.kv.session_affinity_ttl_secs;
-        if bond.slot.is_none_or(|bound| !candidates.contains(bound))
+        let kept = bond.slot.filter(|bound| candidates.contains(*bound));
+        if kept.is_none()
             && let (Some(sessions), Some(ttl_secs)) = (core.shared.sessions.get(), ttl_secs)
         {
             let now = core.shared.age_of(ttl_secs);
             let _ = sessions.bind(bond.key, slot, bond.slot, now);
         }
+        let what = match (kept, bond.slot) {
+            (Some(kept), _) if kept == slot => Affinity::StickyHit,
+            (Some(_), _) => Affinity::CapacityBypass,
+            (None, Some(_)) => Affinity::Rebind,
+            (None, None) => Affinity::Bind,
+        };
+        core.stats().kv.affinity[role as usize][what as usize].add(1);
     }
 
     /// Takes a seat: the choice and its count in one step. When the seat was taken meanwhile, the choice is made anew.
@@ -345,9 +357,9 @@ impl Hands<'_, '_> {
             };
             match guard {
                 Ok(guard) => {
-                    self.core.note(&decision, length);
+                    self.core.note(ask, &decision, length);
                     if let Some(bond) = known.bond {
-                        self.tie(bond, candidates, decision.slot);
+                        self.tie(bond, candidates, decision.slot, ask.role);
                     }
                     let missing = |length: u64| {
                         length.saturating_sub(self.core.matched_bytes(&decision, length))
@@ -768,14 +780,23 @@ impl World for Hands<'_, '_> {
         self.core.stats().resends.add(1);
     }
 
-    fn count_retry(&mut self) {
-        self.core.stats().retries.add(1);
+    fn count_begun(&mut self, route: Route) {
+        self.core.stats().begun[route as usize].add(1);
+    }
+
+    fn count_retry(&mut self, route: Route, attempt: u32) {
+        let stats = self.core.stats();
+        stats.retries[route as usize].add(1);
+        let at = (attempt.max(1) as usize).min(ATTEMPT_COUNT) - 1;
+        stats.retries_by_attempt[at].add(1);
     }
 
     fn count_pd(&mut self, event: PdEvent) {
         let stats = &self.core.stats().pd;
         let counter = match event {
-            PdEvent::Request => &stats.requests,
+            PdEvent::Request(route) => &stats.requests[route as usize],
+            PdEvent::RequestTooLong => &stats.requests_too_long,
+            PdEvent::AnswerTooLong => &stats.answers_too_long,
             PdEvent::Whole(why) => &stats.whole[why as usize],
             PdEvent::Skipped => &stats.skipped_prefill,
             PdEvent::MissingTransfer => &stats.missing_transfer,
@@ -789,8 +810,10 @@ impl World for Hands<'_, '_> {
         counter.add(1);
     }
 
-    fn record_handover_gap(&mut self, ns: u64) {
-        self.core.stats().pd.handover_gap.record(ns);
+    fn record_handover(&mut self, gap_ns: u64, pending_ns: u64) {
+        let stats = &self.core.stats().pd;
+        stats.handover_gap.record(gap_ns);
+        stats.decode_pending.record(pending_ns);
     }
 
     fn count_malformed(&mut self) {
@@ -839,14 +862,23 @@ impl World for Hands<'_, '_> {
     fn record(&mut self, record: Record) {
         let stats = self.core.stats();
         stats.exchanges[record.route as usize][record.outcome as usize].add(1);
+        if record.is_exhausted {
+            stats.exhausted[record.route as usize].add(1);
+        }
         if record.first_byte_ns > 0 {
             stats.first_byte.record(record.first_byte_ns);
+            if record.is_in_legs {
+                stats.pd.first_byte[record.route as usize].record(record.first_byte_ns);
+            }
         }
         if matches!(
             record.outcome,
             Outcome::Ok | Outcome::ClientError | Outcome::WorkerError
         ) {
             stats.duration.record(record.duration_ns);
+            if record.route == Route::Embeddings {
+                stats.embeddings.record(record.duration_ns);
+            }
         }
     }
 }

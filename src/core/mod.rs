@@ -32,9 +32,9 @@ use std::time::{Duration, Instant};
 use shards::{Lesson, Pin, PrefixHash, Reader, Receiver, Sender, Shard, Slot};
 
 use crate::config::Config;
-use crate::exchange::Session;
+use crate::exchange::{Ask, Session};
 use crate::ring::{Abilities, Event, Received, Ring, RingLimits, Token, send_now};
-use crate::route::{self, Batches, Decision, KeySeed, Role};
+use crate::route::{self, Batches, Decision, KeySeed, PolicyKind, Role};
 use crate::shared::{CoreShared, CoreStats, Shared, ToCore};
 use crate::upstream::Idles;
 use accept::Door;
@@ -1059,9 +1059,13 @@ impl Core {
     // ---- the shards ----
 
     /// Counts a decision.
-    fn note(&self, decision: &Decision, length: Option<u64>) {
+    fn note(&self, ask: &Ask<'_>, decision: &Decision, length: Option<u64>) {
         let stats = self.stats();
-        stats.decisions[decision.reason as usize].add(1);
+        let role = ask.role as usize;
+        stats.decisions[role][decision.reason as usize].add(1);
+        if length.is_some() && self.config.settings_of(ask.role).policy == PolicyKind::KvAware {
+            self.note_tokens(ask, decision);
+        }
         let worker = &stats.workers[usize::from(decision.slot.0)];
         worker.chosen.add(1);
         if let Some(length) = length {
@@ -1070,6 +1074,21 @@ impl Core {
                 .matched_bytes
                 .add(self.matched_bytes(decision, length));
         }
+    }
+
+    /// Counts what `kv_aware` knew of a prompt that has a key.
+    fn note_tokens(&self, ask: &Ask<'_>, decision: &Decision) {
+        let (kv, role) = (&self.stats().kv, ask.role as usize);
+        let Some(new) = decision.new_tokens else {
+            return kv.without[role].add(1);
+        };
+        let known = match ask.prompt {
+            Some(_) => &kv.of_text,
+            None => &kv.of_ids,
+        };
+        known[role].add(1);
+        kv.new_tokens[role].record(new);
+        kv.credited_tokens[role].add(self.blocks.token_count().saturating_sub(new));
     }
 
     /// Of a prompt of `length` bytes those that the chosen worker need not compute.

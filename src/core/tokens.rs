@@ -20,6 +20,7 @@ pub(super) struct TokenWaits {
 }
 
 struct Wait {
+    asked_ns: u64,
     late_ns: u64,
     client: Token,
     number: u64,
@@ -38,10 +39,9 @@ impl TokenWaits {
     }
 
     /// An answer is there.
-    fn remove(&mut self, number: u64) {
-        if let Ok(place) = self.waits.binary_search_by_key(&number, |wait| wait.number) {
-            self.waits.remove(place);
-        }
+    fn remove(&mut self, number: u64) -> Option<Wait> {
+        let place = self.waits.binary_search_by_key(&number, |wait| wait.number);
+        self.waits.remove(place.ok()?)
     }
 }
 
@@ -87,6 +87,7 @@ impl Core {
         }
         self.token_waits.number = number;
         self.token_waits.waits.push_back(Wait {
+            asked_ns: now_ns,
             late_ns: now_ns + config.timeout.as_nanos() as u64,
             client,
             number,
@@ -100,16 +101,24 @@ impl Core {
             index: done.client as u32,
             generation: (done.client >> 32) as u32,
         };
-        self.token_waits.remove(done.number);
+        if let Some(wait) = self.token_waits.remove(done.number) {
+            self.record_token_wait(wait.asked_ns);
+        }
         self.with_session(turn, client, |session, hands| {
             session.on_tokens(hands, done.number, done.prompt)
         });
         self.shelf.put(done.body);
     }
 
+    fn record_token_wait(&self, asked_ns: u64) {
+        let waited_ns = self.clock_ns().saturating_sub(asked_ns);
+        self.stats().kv.token_wait.record(waited_ns);
+    }
+
     /// Requests that have waited for their tokens long enough go on without them.
     pub(super) fn end_token_waits(&mut self, turn: Turn<'_>) {
         while let Some(wait) = self.token_waits.pop_late(turn.now_ns) {
+            self.record_token_wait(wait.asked_ns);
             self.with_session(turn, wait.client, |session, hands| {
                 if session.waits_for_tokens(wait.number)
                     && let Some(desk) = &hands.core.shared.desk

@@ -16,12 +16,22 @@ pub enum Endpoint {
     Other,
 }
 
-/// Finds the endpoint of a request.
-pub fn endpoint(method: &Method, target: &[u8]) -> Endpoint {
-    let path = match memchr::memchr(b'?', target) {
+fn path(target: &[u8]) -> &[u8] {
+    match memchr::memchr(b'?', target) {
         Some(at) => &target[..at],
         None => target,
-    };
+    }
+}
+
+/// Whether a request is about a response that some worker has made and kept: `/v1/responses/{id}`, and what is below it.
+pub fn is_of_stored_response(target: &[u8]) -> bool {
+    let id = path(target).strip_prefix(b"/v1/responses/");
+    id.is_some_and(|id| !id.is_empty())
+}
+
+/// Finds the endpoint of a request.
+pub fn endpoint(method: &Method, target: &[u8]) -> Endpoint {
+    let path = path(target);
     let route = match path {
         b"/v1/chat/completions" => Route::ChatCompletions,
         b"/v1/completions" => Route::Completions,

@@ -145,6 +145,8 @@ struct Exchange {
     /// Set for a request in two legs.
     pd: Option<Box<Pd>>,
     retries: u32,
+    /// The last failure would have been tried again, had there been a retry, budget or worker left.
+    is_exhausted: bool,
     last_failure: u16,
     leg: Leg,
     /// When the current leg was begun, ns.
@@ -813,6 +815,7 @@ impl Session {
             tried: Vec::new(),
             pd: None,
             retries: 0,
+            is_exhausted: false,
             last_failure: 0,
             leg: Leg::None,
             dialed_ns: now,
@@ -837,6 +840,9 @@ impl Session {
             request,
         };
         self.exchange = Some(Box::new(exchange));
+        if route != Route::Admin {
+            world.count_begun(route);
+        }
         self.admit(world, permitted);
     }
 
@@ -861,7 +867,7 @@ impl Session {
         let limit = body_limit(exchange, world);
         if let Framing::Length(n) = exchange.request.framing {
             if n > limit {
-                return self.refuse(world, &too_large(limit));
+                return self.refuse_too_large(world, limit);
             }
             if exchange.state == State::Reading {
                 let message = std::mem::take(&mut exchange.message);
@@ -876,6 +882,14 @@ impl Session {
         if exchange.state == State::Streaming {
             self.seat(world);
         }
+    }
+
+    fn refuse_too_large<W: World>(&mut self, world: &mut W, limit: u64) {
+        if world.config().pd.is_some() {
+            world.count_pd(PdEvent::RequestTooLong);
+        }
+        let message = format!("the body is larger than {limit} bytes");
+        self.refuse(world, &Refusal::new(413, "request_too_large", message));
     }
 
     /// A browser asks whether a web page may ask (it brings no key): whether this was that, and has been answered.
@@ -929,7 +943,7 @@ impl Session {
                 bytes.len()
             }
             Ok(_) if (exchange.message.len() - exchange.body_at) as u64 > limit => {
-                self.refuse(world, &too_large(limit));
+                self.refuse_too_large(world, limit);
                 bytes.len()
             }
             Ok(progress) => self.body_came(world, progress),
@@ -1152,20 +1166,34 @@ impl Session {
         // help, only suffer.
         let poison = matches!(status, 500 | BROKE_WITH_REQUEST) && exchange.last_failure == status;
         let most = world.config().retry.retries_max;
-        if poison || exchange.retries >= most || !can_replay(exchange) || !world.may_retry() {
+        if poison || most == 0 || !can_replay(exchange) {
             return false;
         }
-        self.move_on(world, status)
+        let is_left = exchange.retries < most && world.may_retry();
+        let has_moved = is_left && self.move_on(world, status);
+        if let Some(exchange) = self.exchange.as_mut().filter(|_| !has_moved) {
+            exchange.is_exhausted = true;
+        }
+        has_moved
     }
 
     fn move_on<W: World>(&mut self, world: &mut W, status: u16) -> bool {
         let Some(exchange) = self.exchange.as_mut() else {
             return false;
         };
-        if exchange.retries >= world.config().retry.retries_max || !can_replay(exchange) {
+        let is_left = exchange.retries < world.config().retry.retries_max;
+        is_left && self.go_elsewhere(world, Some(status))
+    }
+
+    /// A worker that has not had this request yet gets it, if there is one. `failure`: what makes it a retry; none: the worker
+    /// is well, and only not the right one.
+    fn go_elsewhere<W: World>(&mut self, world: &mut W, failure: Option<u16>) -> bool {
+        let Some(exchange) = self.exchange.as_mut().filter(|x| can_replay(x)) else {
             return false;
+        };
+        if let Some(status) = failure {
+            exchange.last_failure = status;
         }
-        exchange.last_failure = status;
         exchange.tried.push(exchange.slot);
         let slot = match pd::choose_again(exchange, world) {
             Ok(slot) => Some(slot),
@@ -1181,8 +1209,10 @@ impl Session {
         };
         end_leg(exchange, world, false);
         exchange.leg = Leg::None;
-        exchange.retries += 1;
-        world.count_retry();
+        if failure.is_some() {
+            exchange.retries += 1;
+            world.count_retry(exchange.route, exchange.retries);
+        }
         if let Some(slot) = slot {
             self.dial(world, slot, false);
         }
@@ -1217,8 +1247,7 @@ impl Session {
                 retryable,
                 kind,
             } => {
-                let status = exchange.status;
-                if retryable && self.retry(world, status) {
+                if self.is_answered_elsewhere(world, retryable) {
                     return world.recycle(out);
                 }
                 let (head, rest) = piece.as_ref().split_at(len);
@@ -1264,8 +1293,7 @@ impl Session {
                     retryable,
                     kind,
                 } => {
-                    let status = exchange.status;
-                    if retryable && self.retry(world, status) {
+                    if self.is_answered_elsewhere(world, retryable) {
                         return world.recycle(out);
                     }
                     if self.take_over(world, kind, &whole[..len], &whole[len..]) {
@@ -1275,6 +1303,25 @@ impl Session {
                 }
             }
         }
+    }
+
+    /// The answer whose head has come is not to be the client's: another worker has the request now.
+    fn is_answered_elsewhere<W: World>(&mut self, world: &mut W, retryable: bool) -> bool {
+        let Some(exchange) = self.exchange.as_ref() else {
+            return false;
+        };
+        let (slot, is_trial) = (exchange.slot, exchange.is_trial);
+        if retryable {
+            return self.retry(world, exchange.status);
+        }
+        // Who made a response knows of it, nobody else: all are asked, one after the other, as vllm-router does.
+        let is_unknown_there = exchange.status == 404
+            && endpoint::is_of_stored_response(&exchange.request.target)
+            && self.go_elsewhere(world, None);
+        if is_unknown_there {
+            world.judge(slot, Sign::Ended, is_trial);
+        }
+        is_unknown_there
     }
 
     fn worker_broke_framing<W: World>(&mut self, world: &mut W) {
@@ -1568,7 +1615,7 @@ impl Session {
             Ok(progress) => {
                 if is_too_long(exchange, world) {
                     let limit = body_limit(exchange, world);
-                    self.refuse(world, &too_large(limit));
+                    self.refuse_too_large(world, limit);
                     return 0;
                 }
                 if wait::is_queued(exchange) {
@@ -1917,14 +1964,6 @@ fn is_too_long<W: World>(exchange: &Exchange, world: &W) -> bool {
     exchange.body_bytes > body_limit(exchange, world)
 }
 
-fn too_large(limit: u64) -> Refusal {
-    Refusal::new(
-        413,
-        "request_too_large",
-        format!("the body is larger than {limit} bytes"),
-    )
-}
-
 /// What a request gets that has no seat, and as what it counts.
 fn no_seat<W: World>(why: NoSeat, exchange: &Exchange, world: &W) -> (Refusal, Outcome) {
     let none = |status, code, message| {
@@ -2039,6 +2078,8 @@ fn finish<W: World>(mut exchange: Box<Exchange>, world: &mut W, outcome: Outcome
             outcome,
             duration_ns: world.now_ns().saturating_sub(exchange.began_ns),
             first_byte_ns: exchange.first_byte_ns.saturating_sub(exchange.complete_ns),
+            is_in_legs: exchange.pd.is_some(),
+            is_exhausted: exchange.is_exhausted,
         });
     }
     if world.is_logged() {

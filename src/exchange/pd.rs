@@ -56,6 +56,8 @@ pub(super) struct Pd {
     pub(super) stage: Stage,
     /// The decode seat, while prefill runs.
     pub(super) reserved: Option<Seat>,
+    /// When it was taken, ns.
+    pub(super) reserved_ns: u64,
     /// Workers of the other role that have failed this request.
     pub(super) other_tried: Vec<Slot>,
     /// Who holds the blocks, in which life.
@@ -123,25 +125,13 @@ pub(super) fn role_of(route: Route) -> Role {
     }
 }
 
-fn generates(route: Route) -> bool {
-    matches!(
-        route,
-        Route::ChatCompletions
-            | Route::Completions
-            | Route::Responses
-            | Route::Messages
-            | Route::Generate
-            | Route::InferenceGenerate
-    )
-}
-
 impl Session {
     /// The request is here whole, and P/D is on.
     pub(super) fn dispatch_in_legs<W: World>(&mut self, world: &mut W) {
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
-        if !generates(exchange.route) {
+        if !exchange.route.generates() {
             return self.seat(world);
         }
         let body = &exchange.message[exchange.body_at..];
@@ -149,7 +139,7 @@ impl Session {
             // It has passed the scan, which refuses more.
             return self.seat(world);
         };
-        world.count_pd(PdEvent::Request);
+        world.count_pd(PdEvent::Request(exchange.route));
         let mut stage = Stage::Prefill;
         if let Some(why) = plan.whole() {
             world.count_pd(PdEvent::Whole(why));
@@ -163,6 +153,7 @@ impl Session {
             plan,
             stage,
             reserved: None,
+            reserved_ns: 0,
             other_tried: Vec::new(),
             holder: None,
             params: None,
@@ -271,7 +262,11 @@ impl Session {
                 let at = limit(exchange, world);
                 world.deadline(at);
             }
-            Ok(_) | Err(_) => self.leg_broke(world),
+            Ok(_) => {
+                world.count_pd(PdEvent::AnswerTooLong);
+                self.leg_broke(world)
+            }
+            Err(_) => self.leg_broke(world),
         }
     }
 
@@ -457,6 +452,7 @@ pub(super) fn choose_seats<W: World>(
         }
         std::mem::swap(&mut exchange.tried, &mut pd.other_tried);
         pd.reserved = Some(seat);
+        pd.reserved_ns = world.now_ns();
         is_same_prompt = true;
     }
     exchange.role = Role::Prefill;
@@ -628,8 +624,9 @@ pub(super) fn dispatched<W: World>(pd: &Pd, seat: Option<&LoadGuard>, world: &mu
         seat.activate();
     }
     if pd.stage == Stage::Decode && pd.prefilled_ns > 0 {
-        let gap = world.clock_ns().saturating_sub(pd.prefilled_ns);
-        world.record_handover_gap(gap);
+        let now_ns = world.clock_ns();
+        let since = |then_ns: u64| now_ns.saturating_sub(then_ns);
+        world.record_handover(since(pd.prefilled_ns), since(pd.reserved_ns));
     }
 }
 

@@ -69,8 +69,12 @@ pub enum Sign {
 /// What happened to a request in two legs, to be counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PdEvent {
-    /// It began.
-    Request,
+    /// It began, at this endpoint.
+    Request(Route),
+    /// It was refused for the length of its body.
+    RequestTooLong,
+    /// A prefill worker's answer was too long to be read for its parameters.
+    AnswerTooLong,
     /// It goes whole to one decode worker.
     Whole(Whole),
     /// It goes to a decode worker alone, which holds nearly all of its prompt.
@@ -126,6 +130,10 @@ pub struct Record {
     pub duration_ns: u64,
     /// Request complete to first byte of the answer, ns; 0: none came.
     pub first_byte_ns: u64,
+    /// It went in legs, of prefill and decode.
+    pub is_in_legs: bool,
+    /// It failed in a way that is tried again, and could not be: no retry, no budget, or no other worker was left.
+    pub is_exhausted: bool,
 }
 
 /// The world of one session: its client connection, and the worker connection of its current leg.
@@ -235,12 +243,14 @@ pub trait World {
     fn may_retry(&mut self) -> bool;
     /// A reused connection had died; the request was sent again.
     fn count_resend(&mut self);
-    /// The request went to another worker.
-    fn count_retry(&mut self);
+    /// A request's head has come; [`World::record`] follows at its end.
+    fn count_begun(&mut self, _route: Route) {}
+    /// The request went to another worker, for the so-manieth time.
+    fn count_retry(&mut self, route: Route, attempt: u32);
     /// Something happened to a request in two legs.
     fn count_pd(&mut self, event: PdEvent);
-    /// From the end of a prefill leg to the dispatch of its decode leg, ns.
-    fn record_handover_gap(&mut self, ns: u64);
+    /// A decode leg is dispatched: ns from the end of its prefill leg, and from when its seat was taken.
+    fn record_handover(&mut self, gap_ns: u64, pending_ns: u64);
     /// A request was refused as malformed.
     fn count_malformed(&mut self);
     /// The router's own added time of one half of an exchange, ns.

@@ -700,7 +700,7 @@ impl World for Hands<'_> {
     fn count_resend(&mut self) {
         self.core.tally.resends += 1;
     }
-    fn count_retry(&mut self) {
+    fn count_retry(&mut self, _: Route, _: u32) {
         self.core.note("retry", self.client, 0);
         self.core.tally.retries += 1;
     }
@@ -722,7 +722,7 @@ impl World for Hands<'_> {
             _ => {}
         }
     }
-    fn record_handover_gap(&mut self, _: u64) {}
+    fn record_handover(&mut self, _: u64, _: u64) {}
     fn count_malformed(&mut self) {
         panic!("clients here make no mistakes");
     }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use prometheus_client::encoding::{
-    DescriptorEncoder, EncodeLabelValue, EncodeMetric, LabelValueEncoder, NoLabelSet,
+    DescriptorEncoder, EncodeLabelValue, EncodeMetric, LabelValueEncoder, MetricEncoder, NoLabelSet,
 };
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
@@ -19,6 +19,15 @@ pub enum Label {
     Fixed(&'static str),
     /// A worker's URL.
     Shared(Arc<str>),
+    /// Of a bounded number.
+    Number(u64),
+}
+
+impl Label {
+    /// A rank.
+    pub fn number(number: u32) -> Label {
+        Label::Number(number.into())
+    }
 }
 
 impl From<&'static str> for Label {
@@ -29,11 +38,11 @@ impl From<&'static str> for Label {
 
 impl EncodeLabelValue for Label {
     fn encode(&self, encoder: &mut LabelValueEncoder) -> fmt::Result {
-        let text: &str = match self {
-            Label::Fixed(text) => text,
-            Label::Shared(text) => text,
-        };
-        text.encode(encoder)
+        match self {
+            Label::Fixed(text) => text.encode(encoder),
+            Label::Shared(text) => text.encode(encoder),
+            Label::Number(number) => number.encode(encoder),
+        }
     }
 }
 
@@ -113,26 +122,65 @@ impl<'e> Families<'e> {
         help: &str,
         snapshot: Option<&HistogramSnapshot>,
     ) -> fmt::Result {
+        self.histogram_in(name, help, snapshot, seconds)
+    }
+
+    /// The same of numbers that are no times.
+    pub fn histogram_of_counts(
+        &mut self,
+        name: &str,
+        help: &str,
+        snapshot: Option<&HistogramSnapshot>,
+    ) -> fmt::Result {
+        self.histogram_in(name, help, snapshot, |count| count as f64)
+    }
+
+    /// A histogram in seconds for each set of labels.
+    pub fn histograms<const N: usize>(
+        &mut self,
+        name: &str,
+        help: &str,
+        values: impl Iterator<Item = ([(&'static str, Label); N], HistogramSnapshot)>,
+    ) -> fmt::Result {
+        let mut family = self
+            .0
+            .encode_descriptor(name, help, None, MetricType::Histogram)?;
+        for (labels, snapshot) in values {
+            write(family.encode_family(&labels)?, &snapshot, seconds)?;
+        }
+        Ok(())
+    }
+
+    fn histogram_in(
+        &mut self,
+        name: &str,
+        help: &str,
+        snapshot: Option<&HistogramSnapshot>,
+        unit: fn(u64) -> f64,
+    ) -> fmt::Result {
         let Some(snapshot) = snapshot else {
             return Ok(());
         };
-        let mut bounds = snapshot.bounds.iter().map(|bound_ns| seconds(*bound_ns));
-        // The library writes +Inf for f64::MAX, and adds the counts up itself.
-        let buckets: Vec<(f64, u64)> = snapshot
-            .counts
-            .iter()
-            .map(|count| (bounds.next().unwrap_or(f64::MAX), *count))
-            .collect();
-        let mut metric = self
+        let metric = self
             .0
             .encode_descriptor(name, help, None, MetricType::Histogram)?;
-        metric.encode_histogram::<NoLabelSet>(
-            seconds(snapshot.sum_ns),
-            snapshot.count,
-            &buckets,
-            None,
-        )
+        write(metric, snapshot, unit)
     }
+}
+
+fn write(
+    mut metric: MetricEncoder<'_>,
+    snapshot: &HistogramSnapshot,
+    unit: fn(u64) -> f64,
+) -> fmt::Result {
+    let mut bounds = snapshot.bounds.iter().map(|bound| unit(*bound));
+    // The library writes +Inf for f64::MAX, and adds the counts up itself.
+    let buckets: Vec<(f64, u64)> = snapshot
+        .counts
+        .iter()
+        .map(|count| (bounds.next().unwrap_or(f64::MAX), *count))
+        .collect();
+    metric.encode_histogram::<NoLabelSet>(unit(snapshot.sum_ns), snapshot.count, &buckets, None)
 }
 
 fn gauge_of(value: u64) -> ConstGauge<i64> {

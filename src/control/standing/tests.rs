@@ -78,6 +78,10 @@ impl Feed {
         self.judge.standing(key)
     }
 
+    fn transitions(&self, key: usize) -> Transitions {
+        self.judge.transitions(key)
+    }
+
     fn why(&self, key: usize) -> Option<Why> {
         match self.standing(key) {
             Standing::Out { why } => Some(why),
@@ -232,6 +236,9 @@ fn a_worker_that_dies_after_a_busy_time_opens_as_quickly() {
     let time = feed.seconds_until_out(0, 5.0, |feed| feed.fail(0, 12));
     assert!(time <= 1.5, "{time}");
     assert_eq!(feed.why(0), Some(Why::Failing));
+    let [[_, opened, _], [..], [..]] = feed.transitions(0);
+    assert_eq!(opened, 1);
+    assert_eq!(feed.transitions(1), Transitions::default());
 }
 
 #[test]
