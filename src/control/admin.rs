@@ -384,7 +384,10 @@ fn exchanges_of(registry: &Registry, known: &[Remembered]) -> Vec<Value> {
             fields.extend(end);
         }
     }
-    exchanges.into_iter().map(|(_, exchange)| exchange).collect()
+    exchanges
+        .into_iter()
+        .map(|(_, exchange)| exchange)
+        .collect()
 }
 
 /// `bootstrap_port` is read as text, so that a wrong one is told by name.

@@ -342,7 +342,9 @@ impl Hands<'_, '_> {
             is_it.then(|| worker.url.to_string())
         };
         let explained = trace.explained.iter().flatten();
-        let told: Vec<_> = explained.map(|decided| decided_json(decided, url)).collect();
+        let told: Vec<_> = explained
+            .map(|decided| decided_json(decided, url))
+            .collect();
         out.extend_from_slice(serde_json::Value::from(told).to_string().as_bytes());
     }
 }

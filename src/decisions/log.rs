@@ -155,7 +155,11 @@ struct Inlet {
     ends: Receiver<Ended>,
 }
 
-fn pens(run: u32, core_count: usize, slot_count: usize) -> (Arc<DecisionLog>, Vec<Pen>, Vec<Inlet>) {
+fn pens(
+    run: u32,
+    core_count: usize,
+    slot_count: usize,
+) -> (Arc<DecisionLog>, Vec<Pen>, Vec<Inlet>) {
     let log = Arc::new(DecisionLog {
         workers: ArrayQueue::new(WORKER_QUEUE_COUNT),
         lost_count: AtomicU64::new(0),

@@ -321,7 +321,10 @@ fn the_writer_names_workers_before_their_decisions_and_again_in_a_new_file() {
     for (path, exchange, end_count) in [(&moved, 1, 1), (&path, 2, 0)] {
         let bytes = std::fs::read(path).unwrap();
         let file = read(&bytes);
-        assert_eq!((file.damage, file.workers.as_slice()), (None, &[worker(3)][..]));
+        assert_eq!(
+            (file.damage, file.workers.as_slice()),
+            (None, &[worker(3)][..])
+        );
         assert_eq!(file.decisions, [(7, decided(exchange, 1), sketch)]);
         assert_eq!(file.ends.len(), end_count);
         let (mut kinds, mut rest) = (Vec::new(), &bytes[..]);

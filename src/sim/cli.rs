@@ -182,7 +182,9 @@ impl SimArgs {
     pub fn run(&self) -> io::Result<()> {
         let Some(command) = &self.command else {
             let Some(file) = &self.replay else {
-                return Err(io::Error::other("--replay FILE, or a subcommand, is wanted"));
+                return Err(io::Error::other(
+                    "--replay FILE, or a subcommand, is wanted",
+                ));
             };
             return self.replayed.run(file);
         };

@@ -177,7 +177,12 @@ impl Policy {
                 let slot = known.and_then(|slots| slots[*pool]);
                 let slot = slot.filter(|slot| candidates.contains(*slot));
                 // A request that nobody of this pool got then: whoever has least.
-                let least = || candidates.slots().iter().min_by_key(|slot| books.in_flight(**slot));
+                let least = || {
+                    candidates
+                        .slots()
+                        .iter()
+                        .min_by_key(|slot| books.in_flight(**slot))
+                };
                 let slot = slot.or_else(|| least().copied())?;
                 return Some(Choice {
                     slot,

@@ -232,9 +232,14 @@ fn requests(file: &LogFile, fleet: &Fleet, notes: &mut Vec<String>) -> (Vec<Requ
             "{without_end} requests have no end in the log: they count as answered with one token"
         ));
     }
-    let most = policies.into_iter().max_by_key(|(name, count)| (*count, *name));
+    let most = policies
+        .into_iter()
+        .max_by_key(|(name, count)| (*count, *name));
     let policy = most.map_or("", |(name, _)| name).to_owned();
-    (all.into_iter().map(|(.., request)| request).collect(), policy)
+    (
+        all.into_iter().map(|(.., request)| request).collect(),
+        policy,
+    )
 }
 
 fn tokens_of(bytes: u64) -> u32 {
@@ -262,7 +267,9 @@ fn contents(requests: &[Request]) -> Vec<Told> {
     let mut contents: Vec<Told> = Vec::with_capacity(requests.len());
     for (index, request) in requests.iter().enumerate() {
         let sketch = &request.sketch;
-        let met = sketch.points().filter_map(|point| Some((point.0, *known.get(&point)?)));
+        let met = sketch
+            .points()
+            .filter_map(|point| Some((point.0, *known.get(&point)?)));
         let met = met.max_by_key(|(blocks, parent)| (*blocks, *parent));
         let mut text = Content::default();
         let mut goes_on = None;
@@ -381,9 +388,17 @@ fn really(
     policy: &str,
 ) -> Outcome {
     let counts = fleet.counts();
-    let sizes: &[usize] = if counts[1] == 0 { &counts[..1] } else { &counts };
+    let sizes: &[usize] = if counts[1] == 0 {
+        &counts[..1]
+    } else {
+        &counts
+    };
     let mut tally = Tally::new(&format!("{policy} (the log)"), Window::WHOLE, sizes);
-    let span = requests.iter().map(|request| request.end).max().unwrap_or(0);
+    let span = requests
+        .iter()
+        .map(|request| request.end)
+        .max()
+        .unwrap_or(0);
     let mut facts: Vec<(Ns, Fact)> = Vec::new();
     for (index, request) in requests.iter().enumerate() {
         facts.push((request.start, Fact::Chosen(index)));
@@ -414,7 +429,8 @@ fn really(
                     }
                 }
                 let main = request.workers.iter().position(Option::is_some);
-                if let Some((pool, worker)) = main.and_then(|pool| Some((pool, request.workers[pool]?)))
+                if let Some((pool, worker)) =
+                    main.and_then(|pool| Some((pool, request.workers[pool]?)))
                     && worker < counts[pool]
                 {
                     tally.began(pool, worker, request.tokens, request.matched_tokens);

@@ -129,7 +129,8 @@ fn what_parts_between_two_hashes_is_shared_up_to_the_routers_match() {
     log.ask(0, 0, &chain(&[(1, 140), (2, 300)]), 0, 0);
     log.ask(1, 1, &chain(&[(1, 140), (3, 300)]), 140, 0);
     let with_match = replay(&log.file, false).unwrap();
-    let text = |replay: &Replay, n: usize| Arc::clone(&replay.workload.sessions[n].turns[0].content);
+    let text =
+        |replay: &Replay, n: usize| Arc::clone(&replay.workload.sessions[n].turns[0].content);
     let of = |replay: &Replay| shared_tokens(&text(replay, 0), &text(replay, 1));
     assert_eq!(of(&with_match), 140 * 128 / 4);
     // Without it, up to the last place where both have the same hash.
@@ -167,7 +168,13 @@ fn the_log_says_what_happened_and_the_same_choices_give_the_same_hits() {
             let blocks = 40 + 10 * turn;
             let matched = if turn == 0 { 0 } else { blocks as usize - 10 };
             let prompt = chain(&[(agent + 1, blocks)]);
-            log.ask(turn * 10 + agent, (agent % 2) as u16, &prompt, matched, agent + 1);
+            log.ask(
+                turn * 10 + agent,
+                (agent % 2) as u16,
+                &prompt,
+                matched,
+                agent + 1,
+            );
             wanted.0 += (blocks * 128 + 40) / 4;
             wanted.1 += matched as u64 * 128 / 4;
         }
@@ -175,7 +182,10 @@ fn the_log_says_what_happened_and_the_same_choices_give_the_same_hits() {
     let replay = replay(&log.file, false).unwrap();
     let really = &replay.really;
     assert_eq!((really.prompt_tokens, really.cached_tokens), wanted);
-    assert_eq!((really.requests, really.failed, really.sessions), (80, 0, 4));
+    assert_eq!(
+        (really.requests, really.failed, really.sessions),
+        (80, 0, 4)
+    );
     assert_eq!(really.output_tokens, 800);
     assert_eq!(really.first_quantile(0.5), 1.0);
     assert!((really.step_quantile(0.5) - 1.0 / 9.0).abs() < 0.01);
@@ -237,13 +247,20 @@ fn two_legs_are_one_request_and_the_last_attempt_counts() {
     assert_eq!(replay.workload.request_count(), 1);
     let workers = &replay.really.workers;
     assert_eq!((workers[0][0].chosen, workers[1][0].chosen), (1, 0));
-    assert_eq!((workers[1][1].chosen, replay.really.cached_tokens), (1, 128));
+    assert_eq!(
+        (workers[1][1].chosen, replay.really.cached_tokens),
+        (1, 128)
+    );
 }
 
 #[test]
 fn a_log_without_requests_says_so() {
     let log = Log::new(PolicyKind::CacheAware);
-    assert!(replay(&log.file, false).unwrap_err().contains("no decision"));
+    assert!(
+        replay(&log.file, false)
+            .unwrap_err()
+            .contains("no decision")
+    );
     let noise = crate::decisions::read(&[7; 100]);
     let error = replay(&noise, false).unwrap_err();
     assert!(error.contains("100 bytes cannot be read"), "{error}");

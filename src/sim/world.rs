@@ -159,7 +159,10 @@ impl<'a> World<'a> {
     fn new(setup: &'a Setup, workload: &'a Workload) -> Result<World<'a>, String> {
         let policy = |name: &str, salt: u64| {
             if let Some(logged) = setup.logged.as_ref().filter(|_| name == AS_LOGGED) {
-                return Ok(Policy::Logged(Arc::clone(logged), usize::from(salt == 0x22)));
+                return Ok(Policy::Logged(
+                    Arc::clone(logged),
+                    usize::from(salt == 0x22),
+                ));
             }
             Policy::parse(name, &setup.settings, setup.seed ^ salt)
                 .ok_or_else(|| format!("there is no policy {name}"))
