@@ -69,6 +69,8 @@ pub mod control;
 #[forbid(unsafe_code)]
 pub mod core;
 #[forbid(unsafe_code)]
+pub mod decisions;
+#[forbid(unsafe_code)]
 pub mod demo;
 pub mod doctor;
 #[forbid(unsafe_code)]

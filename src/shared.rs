@@ -18,6 +18,7 @@ use shards::{
 
 use crate::access_log::AccessLog;
 use crate::config::Config;
+use crate::decisions::{DecisionLog, Remembered};
 use crate::held::ByteCount;
 use crate::route::{Candidates, Index, PolicyKind, Reason, Role, Whole, name_of};
 use crate::tls::ToWorker;
@@ -261,6 +262,13 @@ pub enum ToCore {
     YourTurn,
     /// Those who wait for a worker may find one now.
     Rouse,
+    /// Somebody asks what was decided for a request, by [`request_hash`](crate::decisions::request_hash).
+    Recall {
+        /// That hash.
+        request: u64,
+        /// Where it wants it told.
+        answer: tokio::sync::mpsc::UnboundedSender<Vec<Remembered>>,
+    },
     /// The configuration that holds from now on.
     Configure(Arc<Config>),
     /// `/flush_cache`: forget every prefix.
@@ -760,6 +768,8 @@ pub struct CoreStats {
     pub tls_failures: Counter,
     /// Lessons dropped because a mailbox was full.
     pub lessons_dropped: Counter,
+    /// Records of the decision log dropped because a mailbox was full.
+    pub decision_records_dropped: Counter,
     /// Turns of the event loop.
     pub turns: Counter,
     /// Requests that were let in and are over.
@@ -826,6 +836,7 @@ impl CoreStats {
             tls_handshakes: Counter::new(),
             tls_failures: Counter::new(),
             lessons_dropped: Counter::new(),
+            decision_records_dropped: Counter::new(),
             turns: Counter::new(),
             left: Counter::new(),
             aside: Gauge::new(),
@@ -960,6 +971,8 @@ pub struct Shared {
     pub is_refused: AtomicBool,
     /// A line for each request, if they are wanted.
     pub access_log: Option<Arc<AccessLog>>,
+    /// Where decisions are written, if they are.
+    pub decision_log: Option<Arc<DecisionLog>>,
     /// Set when draining began: new answers say `connection: close`.
     pub draining: AtomicBool,
 }

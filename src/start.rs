@@ -13,6 +13,7 @@ use crate::access_log::{AccessLog, AccessWriter};
 use crate::config::{Config, TokenizerConfig};
 use crate::control::{self, Control, SideListener, SideListeners};
 use crate::core::{self, IndexShard, Seed};
+use crate::decisions::{self, DecisionLog, DecisionWriter, Pen};
 use crate::doctor;
 use crate::held::ByteCount;
 use crate::listen::{self, ListenError, Listeners};
@@ -40,6 +41,8 @@ pub enum StartError {
     Listen(ListenError),
     /// The access log cannot be written.
     AccessLog(std::io::Error),
+    /// The decision log cannot be written.
+    DecisionLog(std::io::Error),
     /// A tokenizer or its chat template cannot be read.
     Tokenizer(String),
     /// The machine lacks something.
@@ -51,6 +54,7 @@ impl fmt::Display for StartError {
         match self {
             StartError::Listen(e) => e.fmt(f),
             StartError::AccessLog(e) => write!(f, "--access-log-file: {e}"),
+            StartError::DecisionLog(e) => write!(f, "--decision-log: {e}"),
             StartError::Tokenizer(what) => write!(f, "--tokenizer: {what}"),
             StartError::Machine(what) => write!(f, "{what} (see `corelane doctor`)"),
         }
@@ -82,6 +86,8 @@ pub struct Router {
     _tokenizers: Option<crate::tokenize::pool::Pool>,
     /// Ends after the cores, with what they wrote last.
     _access_writer: Option<AccessWriter>,
+    /// The same.
+    _decision_writer: Option<DecisionWriter>,
 }
 
 /// Starts a router. Returns when it listens and all threads run; workers become ready in their own time, except with
@@ -150,6 +156,8 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         .collect::<Result<_, _>>()
         .map_err(machine)?;
     let access_log = access_log(&config).map_err(StartError::AccessLog)?;
+    let (decision_log, decision_writer, pens) =
+        decision_log(&config, count).map_err(StartError::DecisionLog)?;
     let shared = Arc::new(Shared {
         config: Arc::new(config).into(),
         // Lives as long as the process, so that a guard is a plain reference: no count that all cores would write.
@@ -173,6 +181,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         failure_bell: Default::default(),
         is_refused: Default::default(),
         access_log: access_log.as_ref().map(|(log, _)| log.clone()),
+        decision_log,
         draining: AtomicBool::new(false),
     });
     shared.make_sessions(&shared.config());
@@ -187,6 +196,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
         #[cfg(feature = "tokenizer")]
         _tokenizers: tokenizers(&shared, models)?,
         _access_writer: access_log.map(|(_, writer)| writer),
+        _decision_writer: decision_writer,
     };
 
     if takes_over {
@@ -197,6 +207,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
     }
     let mut mail = mailboxes(count);
     let mut index_shards = index_shards.into_iter();
+    let mut pens = pens.into_iter();
     for (index, ((listeners, shard), cpu)) in data.into_iter().zip(shards).zip(cpus).enumerate() {
         let (senders, receivers) = mail.remove(0);
         let seed = Seed {
@@ -209,6 +220,7 @@ pub fn start_on(mut config: Config, inherited: Vec<Inherited>) -> Result<Router,
             reader: domain.reader(index),
             senders,
             receivers,
+            pen: pens.next(),
             random_seed: random_seed(),
             abilities: abilities.clone(),
             shared: shared.clone(),
@@ -281,6 +293,18 @@ fn access_log(config: &Config) -> std::io::Result<Option<(Arc<AccessLog>, Access
     let log = Arc::new(AccessLog::new(format, config.access_log_lines_per_sec));
     let writer = AccessWriter::start(log.clone(), config.access_log_file.clone())?;
     Ok(Some((log, writer)))
+}
+
+type Decisions = (Option<Arc<DecisionLog>>, Option<DecisionWriter>, Vec<Pen>);
+
+/// Starts the decision log, if it is wanted.
+fn decision_log(config: &Config, count: usize) -> std::io::Result<Decisions> {
+    let Some(path) = &config.decision_log else {
+        return Ok((None, None, Vec::new()));
+    };
+    let run = random_seed() as u32;
+    let (log, writer, pens) = decisions::start(path, run, count, SLOT_COUNT_MAX)?;
+    Ok((Some(log), Some(writer), pens))
 }
 
 /// Waits until every worker of the start has been probed and one of each needed role is ready: the router whose place

@@ -9,6 +9,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
     BTreeMap::from([
         ("ring", &[] as &[&str]),
         ("access_log", &[]),
+        ("decisions", &["route", "shared"]),
         ("access", &[]),
         ("held", &[]),
         ("http", &[]),
@@ -18,7 +19,10 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("demo", &[]),
         ("route", &["shared"]),
         ("tokenize", &["route", "shared"]),
-        ("sim", &["config", "control", "route"]),
+        (
+            "sim",
+            &["config", "control", "decisions", "route", "shared"],
+        ),
         ("upstream", &["ring"]),
         (
             "config",
@@ -41,6 +45,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
             &[
                 "access_log",
                 "config",
+                "decisions",
                 "held",
                 "ring",
                 "route",
@@ -63,13 +68,22 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ),
         (
             "control",
-            &["access", "config", "notify", "route", "shared", "tls"],
+            &[
+                "access",
+                "config",
+                "decisions",
+                "notify",
+                "route",
+                "shared",
+                "tls",
+            ],
         ),
         (
             "core",
             &[
                 "access_log",
                 "config",
+                "decisions",
                 "exchange",
                 "held",
                 "ring",
@@ -87,6 +101,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
                 "config",
                 "control",
                 "core",
+                "decisions",
                 "doctor",
                 "held",
                 "listen",

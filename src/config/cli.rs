@@ -912,6 +912,16 @@ pub struct ObservabilityArgs {
     #[arg(long, default_value_t = 20_000, value_name = "COUNT")]
     #[arg(env = "CORELANE_ACCESS_LOG_LINES_PER_SEC", hide_env = true)]
     pub access_log_lines_per_sec: u64,
+    /// File to which each decision and its outcome are appended, for 'corelane sim --replay'; opened anew on SIGHUP. Without
+    /// prompts
+    #[arg(long, value_name = "FILE")]
+    #[arg(env = "CORELANE_DECISION_LOG", hide_env = true)]
+    pub decision_log: Option<std::path::PathBuf>,
+    /// Decisions that each core remembers for /debug/decisions (0: none)
+    #[arg(long, default_value_t = 4096, value_name = "COUNT")]
+    #[arg(value_parser = value_parser!(u32).range(..=1_048_576), allow_negative_numbers = true)]
+    #[arg(env = "CORELANE_DEBUG_DECISIONS_COUNT", hide_env = true)]
+    pub debug_decisions_count: u32,
     /// Address of the Prometheus listener
     #[arg(
         long,

@@ -34,6 +34,11 @@ impl Config {
                 "access-log-lines-per-sec",
                 self.access_log_lines_per_sec.to_string(),
             ),
+            ("decision-log", format!("{:?}", self.decision_log)),
+            (
+                "debug-decisions-count",
+                self.debug_decisions_count.to_string(),
+            ),
             ("recv-buffer-bytes", self.recv_buffer_bytes.to_string()),
             ("recv-buffer-count", self.recv_buffer_count.to_string()),
             (

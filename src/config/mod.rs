@@ -281,6 +281,10 @@ pub struct Config {
     pub access_log_file: Option<std::path::PathBuf>,
     /// Most lines a second; 0: any number.
     pub access_log_lines_per_sec: u64,
+    /// Where decisions are written; none: nowhere.
+    pub decision_log: Option<std::path::PathBuf>,
+    /// Decisions that each core remembers.
+    pub debug_decisions_count: usize,
     /// Lower-case names of fields a request id is taken from, in order.
     pub request_id_headers: Vec<String>,
 
@@ -479,6 +483,8 @@ impl Config {
             }),
             access_log_file: observability.access_log_file,
             access_log_lines_per_sec: observability.access_log_lines_per_sec,
+            decision_log: observability.decision_log,
+            debug_decisions_count: observability.debug_decisions_count as usize,
             request_id_headers: header_names(&observability.request_id_headers)?,
             core_count: core_count(machine.cores, machine.cores_share_cpus)?,
             recv_buffer_bytes: machine.recv_buffer_bytes as usize,
@@ -659,7 +665,9 @@ impl Config {
 
     fn further_json(&self) -> impl Iterator<Item = (String, serde_json::Value)> {
         let access_log = self.access_log.map(Format::name);
-        let log_dir = self.log_dir.as_ref().map(|path| path.display().to_string());
+        let shown = |path: &std::path::PathBuf| path.display().to_string();
+        let log_dir = self.log_dir.as_ref().map(shown);
+        let decision_log = self.decision_log.as_ref().map(shown);
         [
             (
                 "worker_startup_timeout_secs",
@@ -672,6 +680,8 @@ impl Config {
             ("log_dir", log_dir.into()),
             ("log_files_max", self.log_files_max.into()),
             ("access_log", access_log.into()),
+            ("decision_log", decision_log.into()),
+            ("debug_decisions_count", self.debug_decisions_count.into()),
             ("request_id_headers", self.request_id_headers.clone().into()),
         ]
         .into_iter()

@@ -14,6 +14,7 @@ use http::{Method, Request, StatusCode, Uri, header};
 use http_body_util::BodyExt;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use shards::Slot;
 use tokio::task::JoinSet;
 use tower::ServiceExt;
 
@@ -21,12 +22,16 @@ use super::probe::Target;
 use super::registry::{AddError, Entry, Finder, Key, Rank, Registry};
 use super::{Plane, models, openapi, probe, reload as reloading, reply};
 use crate::config::{WorkerSpec, WorkerUrl};
+use crate::decisions::{Remembered, decided_json, ended_json, request_hash};
 use crate::route::{KeySeed, Role, session_hash_of};
 use crate::shared::{AdminReply, AdminRequest, ToCore};
 
 /// Longest time a request to add a worker is held. The worker goes on being probed behind it, up to
 /// `--worker-startup-timeout-secs`: vllm-router's up to ten minutes of silence look like a hang to callers.
 const ADD_WAIT_MAX: Duration = Duration::from_secs(5);
+
+/// Longest time a core is waited for that is asked what it remembers.
+const RECALL_WAIT_MAX: Duration = Duration::from_secs(1);
 
 type Plain = State<Arc<Plane>>;
 
@@ -138,6 +143,7 @@ pub(super) fn routes() -> Vec<(&'static str, MethodRouter<Arc<Plane>>)> {
         ("/get_loads", get(loads)),
         ("/flush_cache", post(flush_cache)),
         ("/finish_session", post(finish_session)),
+        ("/debug/decisions", get(decisions)),
         ("/reload", post(reload)),
         ("/scheduling/diagnostics", get(no_scheduling)),
         ("/openapi.json", get(describe_all)),
@@ -302,6 +308,86 @@ async fn server_info(State(plane): Plain) -> Response {
         "settings": config.public_json(),
     });
     reply::json(StatusCode::OK, &body)
+}
+
+#[derive(Deserialize)]
+struct DecisionsQuery {
+    request_id: Option<String>,
+}
+
+/// What the cores remember of a request: each exchange that had this id, with its decisions and what came of them.
+async fn decisions(
+    State(plane): Plain,
+    query: Result<Query<DecisionsQuery>, axum::extract::rejection::QueryRejection>,
+) -> Response {
+    let id = query.ok().and_then(|Query(query)| query.request_id);
+    let Some(id) = id.filter(|id| !id.is_empty()) else {
+        let message = "the query parameter request_id is missing";
+        return reply::error(StatusCode::BAD_REQUEST, "missing_request_id", message);
+    };
+    let (answer, mut answers) = tokio::sync::mpsc::unbounded_channel();
+    let request = request_hash(id.as_bytes());
+    for core in &plane.shared.cores {
+        let answer = answer.clone();
+        core.post(ToCore::Recall { request, answer });
+    }
+    drop(answer);
+    let mut exchanges = Vec::new();
+    // A core that has ended, or is busy for so long, says nothing.
+    while let Ok(Some(known)) = tokio::time::timeout(RECALL_WAIT_MAX, answers.recv()).await {
+        exchanges.extend(exchanges_of(&plane.registry(), &known));
+    }
+    if exchanges.is_empty() {
+        let message = "no core remembers a decision for this request id";
+        return reply::error(StatusCode::NOT_FOUND, "request_not_found", message);
+    }
+    let body = json!({"request_id": id, "exchanges": exchanges});
+    reply::json(StatusCode::OK, &body)
+}
+
+/// One core's decisions, by exchange.
+fn exchanges_of(registry: &Registry, known: &[Remembered]) -> Vec<Value> {
+    let url = |slot: Slot, incarnation: Option<u32>| {
+        let is_it = |rank: &Rank| {
+            rank.id.slot == slot && incarnation.is_none_or(|life| life == rank.id.incarnation)
+        };
+        let found = registry.workers().find(|(_, rank)| is_it(rank));
+        found.map(|(_, rank)| rank.label.to_string())
+    };
+    let mut exchanges: Vec<(u64, Value)> = Vec::new();
+    for remembered in known {
+        let decided = &remembered.decided;
+        let number = decided.exchange;
+        let place = match exchanges.iter().position(|(known, _)| *known == number) {
+            Some(place) => place,
+            None => {
+                let exchange = json!({
+                    "core": decided.core(),
+                    "route": decided.route.label(),
+                    "outcome": null,
+                    "decisions": [],
+                });
+                exchanges.push((number, exchange));
+                exchanges.len() - 1
+            }
+        };
+        let exchange = &mut exchanges[place].1;
+        let mut told = decided_json(decided, url);
+        told["at_seconds"] = (decided.at_us as f64 / 1e6).into();
+        told["result"] = remembered.result.into();
+        if let Some(decisions) = exchange["decisions"].as_array_mut() {
+            decisions.push(told);
+        }
+        if let (Some(ended), Some(fields)) = (&remembered.ended, exchange.as_object_mut())
+            && let Value::Object(end) = ended_json(ended)
+        {
+            fields.extend(end);
+        }
+    }
+    exchanges
+        .into_iter()
+        .map(|(_, exchange)| exchange)
+        .collect()
 }
 
 /// `bootstrap_port` is read as text, so that a wrong one is told by name.

@@ -662,6 +662,13 @@ impl Scrape {
             "corelane_lessons_dropped",
             "Batches of new prefixes not learnt because a mailbox was full",
             self.sum(|stats| stats.lessons_dropped.value()),
+        )?;
+        let log = self.0.shared.decision_log.as_ref();
+        let lost = log.map_or(0, |log| log.lost_count());
+        out.counter(
+            "corelane_decision_log_dropped",
+            "Records of --decision-log dropped because they could not be written fast enough, or at all",
+            lost + self.sum(|stats| stats.decision_records_dropped.value()),
         )
     }
 

@@ -391,6 +391,9 @@ async fn run(
                     if let Some(log) = &plane.shared.access_log {
                         log.reopen();
                     }
+                    if let Some(log) = &plane.shared.decision_log {
+                        log.reopen();
+                    }
                     let plane = plane.clone();
                     // What comes of it is in the log.
                     tokio::spawn(async move { reload::run(&plane).await.is_ok() });

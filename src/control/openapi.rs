@@ -157,7 +157,7 @@ const fn inference(path: &'static str, id: &'static str, summary: &'static str) 
 
 /// All operations, by path.
 #[rustfmt::skip]
-pub(super) const OPERATIONS: [Operation; 35] = [
+pub(super) const OPERATIONS: [Operation; 36] = [
     get("/health", "health", Tag::Health, "Whether all workers are healthy", &[(200, "", "all are"), NOT_READY]),
     get("/health_generate", "healthGenerate", Tag::Health, "The same", &[(200, "", "all are"), NOT_READY]),
     get("/liveness", "liveness", Tag::Health, "Whether the router runs", &[(200, "", "it does")]),
@@ -189,6 +189,11 @@ pub(super) const OPERATIONS: [Operation; 35] = [
         &[(200, "SessionFinished", "whether or not there was one"), (400, "Error", "missing_session_id")]),
     get("/scheduling/diagnostics", "schedulingDiagnostics", Tag::Admin, "Of vllm-router's program scheduling, which is not here",
         &[(404, "NoScheduling", "always")]),
+    Operation { method: "GET", path: "/debug/decisions", id: "decisions", tag: Tag::Admin,
+        summary: "Why the workers of a request were chosen, while it is remembered (--debug-decisions-count)",
+        query: &[("request_id", true, "as its answer said in x-request-id")], body: None,
+        answers: &[(200, "Decisions", ""), (400, "Error", "missing_request_id"),
+          (404, "Error", "request_not_found: not known, or not any more")] },
     admin_post("/reload", "reload", "Read the config file, keys and certificates again", NONE, None,
         &[(200, "Reloaded", "all of it holds"), (400, "Error", "nothing has changed; the message says file, line and key")]),
     inference("/v1/chat/completions", "chatCompletions", "Chat"),
@@ -344,6 +349,43 @@ fn schemas() -> Value {
         ("waiting_bytes", count()),
         ("active_bytes", count()),
     ]);
+    let number = || json!({"type": "number"});
+    let held = object(&[
+        ("worker", count()),
+        ("worker_url?", text()),
+        ("load", count()),
+        ("matched_bytes", count()),
+    ]);
+    let decision = object(&[
+        ("role", role()),
+        ("policy", text()),
+        ("reason", text()),
+        ("attempt", count()),
+        ("worker", count()),
+        ("worker_url?", text()),
+        ("load", count()),
+        ("least_load?", count()),
+        ("candidates", count()),
+        ("prompt_bytes", count()),
+        ("matched_bytes", count()),
+        ("wanted?", held.clone()),
+        ("longest_matches?", list(held)),
+        ("at_seconds", number()),
+        ("result", text_or_null()),
+    ]);
+    let exchange = object(&[
+        ("core", count()),
+        ("route", text()),
+        ("outcome", text_or_null()),
+        ("decisions", list(decision)),
+        ("status?", count()),
+        ("retries?", count()),
+        ("wait_ms?", number()),
+        ("first_byte_ms?", number()),
+        ("duration_ms?", number()),
+        ("request_bytes?", count()),
+        ("answer_bytes?", count()),
+    ]);
     let worker = object(&[
         ("url", text()),
         ("model_id", text()),
@@ -402,6 +444,7 @@ fn schemas() -> Value {
             ("status", text()), ("message", text()), ("cores", count()), ("workers_asked", count()), ("workers_flushed", count()),
         ]),
         "SessionFinished": object(&[("status", text()), ("session_id", text()), ("released", flag())]),
+        "Decisions": object(&[("request_id", text()), ("exchanges", list(exchange))]),
         "NoScheduling": object(&[("enabled", flag()), ("error", text())]),
         "Reloaded": object(&[
             ("status", text()), ("changed", list(text())), ("workers_added", list(text())), ("workers_removed", list(text())),

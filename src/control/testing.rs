@@ -90,6 +90,7 @@ pub fn parts(config: Config, core_count: usize, slot_count: usize) -> Parts {
         addresses: Default::default(),
         address_hasher: Default::default(),
         access_log: None,
+        decision_log: None,
         draining: AtomicBool::new(false),
     });
     shared.make_sessions(&shared.config());
@@ -123,6 +124,7 @@ pub fn pump(shared: &Shared, told: &mut Told) {
                 }
                 ToCore::Flush => told.flush_count += 1,
                 ToCore::Stalled(_)
+                | ToCore::Recall { .. }
                 | ToCore::Configure(_)
                 | ToCore::Tokens(_)
                 | ToCore::YourTurn

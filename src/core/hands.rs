@@ -108,6 +108,7 @@ impl Hands<'_, '_> {
                 core.stats().workers[usize::from(trial.slot.0)]
                     .chosen
                     .add(1);
+                self.write_down_trial(ask, worker.id, seen);
                 return Some(Seat {
                     id: worker.id,
                     is_trial: true,
@@ -178,17 +179,17 @@ impl Hands<'_, '_> {
         let policy = core.config.settings_of(ask.role).policy;
         let is_decode_by_load = policy == PolicyKind::KvAware && ask.role == Role::Decode;
         if !policy.uses_tree() || is_decode_by_load {
+            // Another policy may be asked about this request later.
+            if core.scribe.is_logging() {
+                core.find_chain(ask);
+            }
             return None;
         }
         if let (PolicyKind::KvAware, Some(kv)) = (policy, &core.shared.kv) {
             let base_model = core.config.kv.model.as_deref();
             core.blocks.read(&kv.index, base_model, ask);
         }
-        if core.chain_length.is_none()
-            && let Some((body, fields)) = ask.key
-        {
-            core.chain_length = route::chain(core.seed, ask.route, body, fields, &mut core.chain);
-        }
+        core.find_chain(ask);
         core.chain_length
     }
 
@@ -358,6 +359,7 @@ impl Hands<'_, '_> {
             match guard {
                 Ok(guard) => {
                     self.core.note(ask, &decision, length);
+                    self.write_down(ask, worker.id, &decision, candidates, length);
                     if let Some(bond) = known.bond {
                         self.tie(bond, candidates, decision.slot, ask.role);
                     }
@@ -565,6 +567,8 @@ impl World for Hands<'_, '_> {
         let candidates = match candidates(fleet, ask.role, ask.model) {
             Ok(candidates) => candidates,
             Err(why) => {
+                // What is written down of this choice is of this prompt.
+                self.length(&ask);
                 let hash = self.hash(&ask);
                 return self.take_spare(&ask, hash).ok_or(why);
             }
@@ -620,7 +624,16 @@ impl World for Hands<'_, '_> {
     }
 
     fn adopt(&mut self, session: Session) {
-        self.core.adopt(self.turn, session);
+        let trace = self.trace_for_errand();
+        self.core.adopt(self.turn, session, trace);
+    }
+
+    fn begin_exchange(&mut self, request_id: &[u8], explains: bool) -> bool {
+        self.begin_trace(request_id, explains)
+    }
+
+    fn explain(&mut self, names: bool, out: &mut Vec<u8>) {
+        self.write_explanation(names, out);
     }
 
     fn dial(&mut self, slot: Slot, fresh: bool) -> Dial {
@@ -745,6 +758,7 @@ impl World for Hands<'_, '_> {
     }
 
     fn judge(&mut self, slot: Slot, sign: Sign, is_trial: bool) {
+        self.remember_sign(slot, sign);
         let stats = &self.core.stats().workers[usize::from(slot.0)];
         match sign {
             Sign::Ended => return stats.completions.add(1),
@@ -860,6 +874,7 @@ impl World for Hands<'_, '_> {
     }
 
     fn record(&mut self, record: Record) {
+        self.write_end(&record);
         let stats = self.core.stats();
         stats.exchanges[record.route as usize][record.outcome as usize].add(1);
         if record.is_exhausted {
@@ -894,11 +909,19 @@ fn kept(
 ) -> Decision {
     let seen = Loads::load(loads, bound);
     if role == Role::Decode && !route::has_even_share(candidates, loads, bound) {
-        let reason = match chosen.slot == bound {
-            true => chosen.reason,
-            false => Reason::HomeShed,
+        if chosen.slot == bound {
+            return chosen;
+        }
+        let wanted = route::Wanted {
+            slot: bound,
+            load: seen,
+            matched_blocks: 0,
         };
-        return Decision { reason, ..chosen };
+        return Decision {
+            reason: Reason::HomeShed,
+            given_up: Some(wanted),
+            ..chosen
+        };
     }
     Decision {
         slot: bound,
@@ -906,6 +929,8 @@ fn kept(
         reason: Reason::Home,
         matched_blocks: 0,
         new_tokens: tokens.map(|t| t.count.saturating_sub(t.credits.find(bound))),
+        given_up: None,
+        least_load: None,
     }
 }
 

@@ -22,6 +22,7 @@ pub mod shun;
 mod table;
 mod tls;
 mod tokens;
+mod trace;
 mod wheel;
 
 use std::io;
@@ -32,6 +33,7 @@ use std::time::{Duration, Instant};
 use shards::{Lesson, Pin, PrefixHash, Reader, Receiver, Sender, Shard, Slot};
 
 use crate::config::Config;
+use crate::decisions::Pen;
 use crate::exchange::{Ask, Session};
 use crate::ring::{Abilities, Event, Received, Ring, RingLimits, Token, send_now};
 use crate::route::{self, Batches, Decision, KeySeed, PolicyKind, Role};
@@ -48,6 +50,7 @@ use shun::Shunned;
 use table::{Down, Outgoing, Table, Up, Use, Wire, is_upstream};
 use tls::Piece;
 use tokens::TokenWaits;
+use trace::{Scribe, Trace};
 use wheel::Wheel;
 
 /// How long what a client still sends is read and dropped after our last byte, so that it gets that byte.
@@ -83,6 +86,8 @@ pub struct Seed {
     pub senders: Vec<Sender<Lesson>>,
     /// Where lessons for this core's shard come from.
     pub receivers: Vec<Receiver<Lesson>>,
+    /// Its end of the decision log, if there is one.
+    pub pen: Option<Pen>,
     /// For choices and request ids.
     pub random_seed: u64,
     /// What the kernel can do.
@@ -165,6 +170,7 @@ pub struct Core {
     shunned: Shunned,
     /// Workers that are out and were tried, and when, ns.
     tried_at: Vec<(Slot, u64)>,
+    scribe: Scribe,
 }
 
 impl Core {
@@ -220,6 +226,7 @@ impl Core {
             starved: Vec::new(),
             complained_ns: 0,
             purging: Vec::new(),
+            scribe: Scribe::new(seed.index, config.debug_decisions_count, seed.pen),
             config,
             shared: seed.shared,
         };
@@ -319,6 +326,10 @@ impl Core {
                     self.purging.push(slot);
                 }
                 ToCore::Stalled(slot) => self.move_from(turn, slot),
+                ToCore::Recall { request, answer } => {
+                    // Who asked may have gone.
+                    let _ = answer.send(self.scribe.recall(request));
+                }
                 ToCore::Flush => {
                     // Lessons on their way are from before the flush.
                     for receiver in &mut self.receivers {
@@ -654,9 +665,13 @@ impl Core {
     // ---- sessions without a client ----
 
     /// A session that goes on without a client.
-    fn adopt(&mut self, turn: Turn<'_>, session: Session) {
+    fn adopt(&mut self, turn: Turn<'_>, session: Session, trace: Trace) {
         let is_orphan = session.is_release();
-        let token = self.downs.insert(Down::new(Wire::default(), session));
+        let down = Down {
+            trace,
+            ..Down::new(Wire::default(), session)
+        };
+        let token = self.downs.insert(down);
         if is_orphan {
             self.orphans.push((token, turn.now_ns));
         }
@@ -1057,6 +1072,15 @@ impl Core {
     }
 
     // ---- the shards ----
+
+    /// Makes the chain of a request's prompt, unless it is there from the choice before.
+    fn find_chain(&mut self, ask: &Ask<'_>) {
+        if self.chain_length.is_none()
+            && let Some((body, fields)) = ask.key
+        {
+            self.chain_length = route::chain(self.seed, ask.route, body, fields, &mut self.chain);
+        }
+    }
 
     /// Counts a decision.
     fn note(&self, ask: &Ask<'_>, decision: &Decision, length: Option<u64>) {

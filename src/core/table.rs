@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 
 use shards::{Counted, Slot};
 
+use super::trace::Trace;
 use crate::exchange::Session;
 use crate::ring::Token;
 use crate::tls;
@@ -94,6 +95,8 @@ pub struct Down {
     pub counted: Option<Counted>,
     /// Our direction has been ended; what still comes is read and dropped.
     pub is_lingering: bool,
+    /// What was decided for its exchange.
+    pub trace: Trace,
 }
 
 impl Down {
@@ -108,6 +111,7 @@ impl Down {
             is_finishing: false,
             counted: None,
             is_lingering: false,
+            trace: Trace::default(),
         }
     }
 }

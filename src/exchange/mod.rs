@@ -19,6 +19,7 @@
 
 pub mod endpoint;
 mod entry;
+mod explain;
 mod hold;
 pub mod paths;
 mod pd;
@@ -159,6 +160,10 @@ struct Exchange {
     relay: Relay,
     status: u16,
     is_event_stream: bool,
+    /// The client asked why its worker was chosen.
+    explains: explain::Explains,
+    /// What of the answer's body has gone out.
+    counted: explain::Counted,
     worker_keeps: bool,
     keep_alive: bool,
     /// What the answer's head leaves of `keep_alive`.
@@ -767,6 +772,7 @@ impl Session {
         });
         let presented = entry::presented(config, &request, head);
         let permitted = entry::permit(config, endpoint, &request.target, presented.caller());
+        let explains = explain::Explains::of(config, &request, presented.caller());
         if endpoint != Endpoint::Admin {
             entry::push_credentials(config, &request, head, presented, &mut message);
         }
@@ -780,6 +786,10 @@ impl Session {
         }
         message.extend_from_slice(b"\r\n");
         let now = world.now_ns();
+        let counted = explain::Counted {
+            has_events: world.begin_exchange(&request_id, explains != explain::Explains::No),
+            ..Default::default()
+        };
         let exchange = Exchange {
             state: if whole {
                 State::Reading
@@ -808,6 +818,8 @@ impl Session {
             slot: Slot(0),
             is_trial: false,
             is_event_stream: false,
+            explains,
+            counted,
             role: match world.config().pd {
                 Some(_) => pd::role_of(route),
                 None => Role::Regular,
@@ -1364,6 +1376,7 @@ impl Session {
             sign(exchange, world, Sign::Failed);
             return self.break_off(world);
         };
+        explain::count(exchange, &rest[..progress.consumed]);
         if progress.done {
             exchange.worker_keeps &= progress.consumed == rest.len();
             return self.complete(world);
@@ -1387,6 +1400,7 @@ impl Session {
         exchange.last_piece_ns = now;
         let bytes = &piece.as_ref()[from..];
         let piece_len = bytes.len();
+        explain::count(exchange, bytes);
         let progress = if exchange.relay == Relay::AsIs {
             let result = exchange.outgoing.feed(bytes, |_| {});
             if let Ok(progress) = &result
@@ -1511,6 +1525,7 @@ impl Session {
         if let Some(mut exchange) = self.exchange.take() {
             exchange.status = refusal.status;
             cors = std::mem::take(&mut exchange.cors);
+            cors.extend_from_slice(&explain::field(&exchange, world));
             end_leg(&exchange, world, false);
             keep = may_keep && keeps_after_our_answer(&exchange, world);
             is_head = exchange.request.method == Method::Head;
@@ -1744,6 +1759,7 @@ fn read_head<W: World>(
         Ok(Some((head, ..))) if head.status == 101 => Head::Broken,
         Ok(Some((head, ..))) if head.status < 200 => Head::Interim(head.len_bytes),
         Ok(Some((head, relay, keep_alive))) => {
+            explain::insert(&explain::field(exchange, world), out);
             exchange.status = head.status;
             exchange.is_event_stream = head.is_event_stream;
             match head.status {
@@ -2080,6 +2096,13 @@ fn finish<W: World>(mut exchange: Box<Exchange>, world: &mut W, outcome: Outcome
             first_byte_ns: exchange.first_byte_ns.saturating_sub(exchange.complete_ns),
             is_in_legs: exchange.pd.is_some(),
             is_exhausted: exchange.is_exhausted,
+            wait_ns: exchange.served_ns.saturating_sub(exchange.complete_ns),
+            status: exchange.status,
+            retries: exchange.retries,
+            request_bytes: exchange.body_bytes,
+            answer_bytes: exchange.counted.bytes,
+            event_count: exchange.counted.event_count,
+            is_event_stream: exchange.is_event_stream,
         });
     }
     if world.is_logged() {

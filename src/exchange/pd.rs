@@ -22,8 +22,8 @@ use shards::{LoadGuard, Slot, WorkerId};
 
 use super::twin::{self, Twin};
 use super::{
-    AnswerKind, Exchange, Leg, PdEvent, Seat, Session, State, World, choose, end_leg, keeps_client,
-    limit,
+    AnswerKind, Exchange, Leg, PdEvent, Seat, Session, State, World, choose, end_leg, explain,
+    keeps_client, limit,
 };
 use crate::config::{Connector, PdConfig};
 use crate::http::body::Framing;
@@ -376,6 +376,7 @@ impl Session {
             return;
         };
         let keep_alive = keeps_client(exchange, world);
+        let explanation = explain::field(exchange, world);
         let Some(pd) = exchange.pd.as_mut() else {
             return;
         };
@@ -400,9 +401,12 @@ impl Session {
         // It parsed when it came.
         let parsed = response::parse(&pd.head, client, &mut out);
         debug_assert!(matches!(parsed, Ok(Some(_))), "a head parses twice alike");
+        explain::insert(&explanation, &mut out);
         out.extend_from_slice(body);
+        let body_bytes = body.len() as u64;
         world.recycle(fixed);
         pd.is_collecting = false;
+        exchange.counted.bytes = body_bytes;
         exchange.state = State::Relaying;
         exchange.keep_alive = keep_alive;
         let now = world.now_ns();

@@ -134,6 +134,20 @@ pub struct Record {
     pub is_in_legs: bool,
     /// It failed in a way that is tried again, and could not be: no retry, no budget, or no other worker was left.
     pub is_exhausted: bool,
+    /// In line before its turn, ns.
+    pub wait_ns: u64,
+    /// Of the answer; 0: none was begun.
+    pub status: u16,
+    /// Attempts after the first.
+    pub retries: u32,
+    /// Of its body.
+    pub request_bytes: u64,
+    /// Of the answer's body, as it went out.
+    pub answer_bytes: u64,
+    /// Events of an event stream, where they are counted.
+    pub event_count: u32,
+    /// The answer was one.
+    pub is_event_stream: bool,
 }
 
 /// The world of one session: its client connection, and the worker connection of its current leg.
@@ -151,6 +165,14 @@ pub trait World {
     fn is_draining(&self) -> bool;
     /// A fresh request id, appended.
     fn make_request_id(&mut self, route: Route, out: &mut Vec<u8>);
+
+    /// A request has begun. `explains`: it wants to be told why its worker was chosen. `true`: the events of its answer are to
+    /// be counted.
+    fn begin_exchange(&mut self, _request_id: &[u8], _explains: bool) -> bool {
+        false
+    }
+    /// Appends what was decided for it, as one line of JSON; `names`: with the workers' URLs.
+    fn explain(&mut self, _names: bool, _out: &mut Vec<u8>) {}
 
     /// An empty buffer, recycled if there is one.
     fn buffer(&mut self) -> Vec<u8>;

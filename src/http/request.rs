@@ -54,6 +54,8 @@ pub struct Request {
     pub authorization: Option<Range<usize>>,
     /// The same of X-Api-Key.
     pub api_key: Option<Range<usize>>,
+    /// `X-Corelane-Debug: decision`, which goes no further.
+    pub asks_decision: bool,
 }
 
 /// Methods we treat apart; the rest pass as they are.
@@ -248,6 +250,7 @@ fn read(
         has_authorization: false,
         authorization: None,
         api_key: None,
+        asks_decision: false,
     };
     copy_fields(
         head,
@@ -393,6 +396,10 @@ fn copy_fields(
             4 => is(name, "host"),
             6 => is(name, "expect"),
             14 => is(name, "content-length"),
+            16 if is(name, "x-corelane-debug") => {
+                request.asks_decision |= lists(field.value, "decision");
+                true
+            }
             20 => limits.is_rank_ours && is(name, "x-data-parallel-rank"),
             _ => false,
         };

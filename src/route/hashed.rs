@@ -11,7 +11,7 @@
 use shards::{Sessions, Slot};
 
 use super::candidates::Candidates;
-use super::policy::{Decision, Entrants, Loads, PolicyKind, Rng, Settings};
+use super::policy::{Decision, Entrants, Loads, PolicyKind, Rng, Settings, Wanted};
 use super::reason::Reason;
 
 /// Whose worker a session is.
@@ -43,6 +43,7 @@ pub(super) fn of_key<L: Loads>(
         };
         return Some(seen.because(reason, 0));
     }
+    let wanted = seen;
     let below = limit.unwrap_or(u32::MAX);
     let has_room = |slot| field.is_open(slot) && field.loads.load(slot) < below;
     let (_, next) = settings.walk(field.candidates, key, has_room);
@@ -51,7 +52,14 @@ pub(super) fn of_key<L: Loads>(
         Some(slot) => field.see(slot),
         None => field.least_now()?,
     };
-    Some(seen.because(Reason::HomeShed, 0))
+    Some(Decision {
+        given_up: Some(Wanted {
+            slot: wanted.slot,
+            load: wanted.load,
+            matched_blocks: 0,
+        }),
+        ..seen.because(Reason::HomeShed, 0)
+    })
 }
 
 /// The worker of a session; by weight for this request if that is out of the question.

@@ -41,7 +41,7 @@ pub use kv_aware::{Tokens, has_even_share};
 pub use learn::{Batches, lessons};
 pub use policy::{
     Decision, Found, Key, Loads, PolicyKind, Prefixes, Rng, Settings, TOKEN_BYTES, TreePrefixes,
-    Turn, decide,
+    Turn, Wanted, decide,
 };
 pub use reason::Reason;
 pub use role::Role;

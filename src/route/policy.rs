@@ -311,6 +311,21 @@ pub struct Decision {
     pub matched_blocks: usize,
     /// `kv_aware`: tokens that this worker has to compute, as far as is known.
     pub new_tokens: Option<u64>,
+    /// Who it would have been but for its load.
+    pub given_up: Option<Wanted>,
+    /// The least load among those who could be chosen, if it was looked at.
+    pub least_load: Option<u32>,
+}
+
+/// A worker that a policy wanted first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// Its slot.
+    pub slot: Slot,
+    /// Its load.
+    pub load: u32,
+    /// Blocks of the prompt it holds.
+    pub matched_blocks: usize,
 }
 
 /// Chooses a worker. `None`: every candidate has been tried, or there is none.
@@ -396,7 +411,17 @@ fn cache_aware<P: Prefixes, L: Loads>(
                 Some(wanted) if !field.is_overloaded(settings, wanted.load) => {
                     Some(wanted.because(Reason::Affinity, found.blocks()))
                 }
-                Some(_) => shed(settings, prefixes, length_bytes, field, rng, holders),
+                Some(wanted) => {
+                    let decision = shed(settings, prefixes, length_bytes, field, rng, holders)?;
+                    Some(Decision {
+                        given_up: Some(Wanted {
+                            slot: wanted.slot,
+                            load: wanted.load,
+                            matched_blocks: found.blocks(),
+                        }),
+                        ..decision
+                    })
+                }
             }
         }
         Worth::Common(found) => {
@@ -421,7 +446,10 @@ fn shed<P: Prefixes, L: Loads>(
         Worth::Own(found) => {
             list(&found, may_take, holders);
             if let Some(warm) = field.least_loaded_of(holders, rng) {
-                return Some(warm.because(Reason::ShedToWarm, found.blocks()));
+                return Some(Decision {
+                    least_load: Some(least),
+                    ..warm.because(Reason::ShedToWarm, found.blocks())
+                });
             }
         }
         Worth::Common(found) => {
@@ -496,6 +524,15 @@ impl Seen {
             reason,
             matched_blocks,
             new_tokens: None,
+            given_up: None,
+            least_load: match reason {
+                Reason::Cold
+                | Reason::NoKey
+                | Reason::LeastLoaded
+                | Reason::SpreadCommonPrefix
+                | Reason::ShedToLeastLoaded => Some(self.load),
+                _ => None,
+            },
         }
     }
 }

@@ -220,6 +220,8 @@ pub fn expected_wait<P: Prefixes, L: Loads>(
         reason,
         matched_blocks: best.blocks,
         new_tokens: Some(new_bytes.div_ceil(super::TOKEN_BYTES as u64)),
+        given_up: None,
+        least_load: None,
     })
 }
 

@@ -3,24 +3,33 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use clap::{Args, Subcommand, value_parser};
 use serde_json::{Map, json};
 
 use super::engine::Speeds;
-use super::policy;
+use super::policy::{self, AS_LOGGED};
+use super::replay::Replay;
 use super::swe_bench_pro as swe;
 use super::tally::Outcome;
 use super::trace::{self, Format};
+use super::workload::Workload;
 use super::world::{Setup, run};
-use super::{gray, page, report};
+use super::{gray, page, replay, report};
 use crate::route::Settings;
 
 /// What another policy would do: fleets of simulated workers behind the real policies and books.
 #[derive(Args, Clone, Debug)]
+#[command(args_conflicts_with_subcommands = true, arg_required_else_help = true)]
 pub struct SimArgs {
     #[command(subcommand)]
-    command: SimCommand,
+    command: Option<SimCommand>,
+    /// The same as 'replay FILE'
+    #[arg(long, value_name = "FILE")]
+    replay: Option<PathBuf>,
+    #[command(flatten)]
+    replayed: ReplayArgs,
 }
 
 #[derive(Clone, Debug, Subcommand)]
@@ -32,8 +41,49 @@ enum SimCommand {
     GrayFailures(GrayArgs),
     /// Replay a trace against policies
     Trace(TraceArgs),
+    /// What other policies would have done with the requests of a live router's decision log (--decision-log), beside what
+    /// really happened
+    Replay {
+        /// The log
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+        #[command(flatten)]
+        args: ReplayArgs,
+    },
     /// The names of all policies
     Policies,
+}
+
+#[derive(Args, Clone, Debug)]
+struct ReplayArgs {
+    /// Policies to compare
+    #[arg(long, alias = "policies", value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    #[arg(default_values_t = ["cache_aware".to_string(), "expected_wait".to_string(), "least_loaded".to_string()])]
+    policy: Vec<String>,
+    /// Send each request at its time, whatever becomes of those before it. Else a session's turns follow each other as long
+    /// after the last answer as they really did
+    #[arg(long)]
+    open_loop: bool,
+    /// How many times as fast as it was
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = factor)]
+    speed_up: f64,
+    /// Prompt tokens a second that a worker computes
+    #[arg(long, value_name = "TOKENS/S", default_value_t = Speeds::default().prefill_tokens_per_s, value_parser = factor)]
+    prefill_tps: f64,
+    /// Tokens of KV cache of a worker
+    #[arg(long, value_name = "TOKENS", default_value_t = Speeds::default().kv_tokens)]
+    kv_tokens: u64,
+    /// Seconds of a decode step, batch of none
+    #[arg(long, value_name = "SECONDS", default_value_t = Speeds::default().decode_step_s, value_parser = factor)]
+    decode_step: f64,
+    /// --balance-abs-threshold of the router
+    #[arg(long, value_name = "COUNT", default_value_t = Settings::default().balance_abs_threshold)]
+    balance_abs_threshold: u32,
+    /// --balance-rel-threshold of the router
+    #[arg(long, value_name = "RATIO", default_value_t = Settings::default().balance_rel_threshold)]
+    balance_rel_threshold: f64,
+    #[command(flatten)]
+    output: OutputArgs,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -130,7 +180,16 @@ impl SimArgs {
     /// # Errors
     /// A file cannot be read or written, a policy does not exist, the seats of a worker are too few for the trace.
     pub fn run(&self) -> io::Result<()> {
-        match &self.command {
+        let Some(command) = &self.command else {
+            let Some(file) = &self.replay else {
+                return Err(io::Error::other(
+                    "--replay FILE, or a subcommand, is wanted",
+                ));
+            };
+            return self.replayed.run(file);
+        };
+        match command {
+            SimCommand::Replay { file, args } => args.run(file),
             SimCommand::SweBenchPro(args) => args.run(),
             SimCommand::Trace(args) => args.run(),
             SimCommand::GrayFailures(args) => {
@@ -203,14 +262,7 @@ impl TraceArgs {
             kv_tokens: self.kv_tokens,
             ..Speeds::default()
         };
-        let longest = workload.tokens_max();
-        if u64::from(longest) > speeds.kv_tokens {
-            let text = format!(
-                "a prompt with its answer has {longest} tokens, --kv-tokens are {}",
-                speeds.kv_tokens
-            );
-            return Err(io::Error::other(text));
-        }
+        has_room(&workload, &speeds)?;
         let one = |policy: &String| {
             let setup = Setup {
                 decode: vec![speeds.clone(); self.decode_workers.into()],
@@ -246,6 +298,89 @@ impl TraceArgs {
         self.output
             .write("What each policy would do", &about, &outcomes)
     }
+}
+
+impl ReplayArgs {
+    fn run(&self, path: &Path) -> io::Result<()> {
+        let bytes = fs::read(path)
+            .map_err(|error| io::Error::other(format!("{}: {error}", path.display())))?;
+        let file = crate::decisions::read(&bytes);
+        drop(bytes);
+        let replayed = replay::replay(&file, self.open_loop)
+            .map_err(|error| io::Error::other(format!("{}: {error}", path.display())))?;
+        let about = replay::about(&replayed);
+        let Replay {
+            workload,
+            worker_counts: [first, decode],
+            really,
+            logged,
+            notes,
+        } = replayed;
+        let workload = workload.sped_up(self.speed_up);
+        let speeds = Speeds {
+            prefill_tokens_per_s: self.prefill_tps,
+            kv_tokens: self.kv_tokens,
+            decode_step_s: self.decode_step,
+            ..Speeds::default()
+        };
+        has_room(&workload, &speeds)?;
+        let one = |policy: &str| {
+            let plain = Setup::plain(first, speeds.clone(), policy);
+            let decode_policy = match policy {
+                AS_LOGGED => AS_LOGGED,
+                _ => &*plain.decode_policy,
+            };
+            let setup = Setup {
+                decode: vec![speeds.clone(); decode],
+                decode_policy: decode_policy.to_owned(),
+                settings: Settings {
+                    balance_abs_threshold: self.balance_abs_threshold,
+                    balance_rel_threshold: self.balance_rel_threshold,
+                    ..Settings::default()
+                },
+                seed: self.output.seed,
+                logged: Some(Arc::clone(&logged)),
+                ..plain
+            };
+            run(&setup, &workload).map_err(io::Error::other)
+        };
+        let names = [AS_LOGGED].into_iter();
+        let names = names.chain(self.policy.iter().map(String::as_str));
+        let outcomes: Vec<Outcome> = names.map(one).collect::<io::Result<_>>()?;
+        if self.output.json {
+            let named = outcomes.iter();
+            let named = named.map(|o| (o.policy.clone(), report::json_of(o)));
+            let all = json!({
+                "log": report::json_of(&really),
+                "policies": named.collect::<Map<_, _>>(),
+                "notes": notes,
+            });
+            println!("{all:#}");
+        } else {
+            let rows: Vec<Outcome> = [really].into_iter().chain(outcomes.clone()).collect();
+            print!("{about}{}{REPLAY_FOOT}", report::table(&rows));
+        }
+        let title = "What other policies would have done";
+        self.output.write(title, &about, &outcomes)
+    }
+}
+
+/// What the rows of a replay are.
+const REPLAY_FOOT: &str = "\
+The first row is what really happened; its hits are what the router took workers to hold. as_logged sends each request of
+the simulation to whom it really went: what it and the first row differ by is the simulated engines' doing (--prefill-tps,
+--kv-tokens, --decode-step), what the others and it differ by is the policies'.
+";
+
+fn has_room(workload: &Workload, speeds: &Speeds) -> io::Result<()> {
+    let longest = workload.tokens_max();
+    if u64::from(longest) <= speeds.kv_tokens {
+        return Ok(());
+    }
+    Err(io::Error::other(format!(
+        "a prompt with its answer has {longest} tokens, --kv-tokens are {}",
+        speeds.kv_tokens
+    )))
 }
 
 impl OutputArgs {

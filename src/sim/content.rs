@@ -64,6 +64,11 @@ impl Content {
         self.runs.first().map_or(0, |run| run.name)
     }
 
+    /// The name of its end.
+    pub fn last_name(&self) -> u64 {
+        self.runs.last().map_or(0, |run| run.name)
+    }
+
     /// The router's chain of it: blocks cut as [`chain`](crate::route::chain) cuts them.
     pub fn chain(&self, out: &mut Vec<PrefixHash>) {
         out.clear();

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use ahash::AHashMap;
 use shards::{Books, Now, Pin, PrefixHash, Sessions, Slot, Tree};
 
 use super::agenda::Ns;
@@ -16,6 +17,8 @@ use crate::route::{
 
 /// The policy that stands in the simulator alone.
 pub const FLEET_GATE: &str = "cache_aware_fleet_gate";
+/// The policy that does what a live router did.
+pub const AS_LOGGED: &str = "as_logged";
 /// The policy that learns waits.
 pub const EXPECTED_WAIT: &str = "expected_wait";
 
@@ -65,7 +68,13 @@ pub enum Policy {
     ExpectedWait(Box<Ours>, Waits),
     /// Another router's.
     Formula(Box<Formula>),
+    /// Whom a live router chose, for a pool.
+    Logged(Arc<Logged>, usize),
 }
+
+/// Who was chosen for each request, by pool: by the name of its prompt's end, which is its own.
+#[derive(Debug, Default)]
+pub struct Logged(pub AHashMap<u64, [Option<Slot>; 2]>);
 
 /// What `route`'s policies need.
 pub struct Ours {
@@ -124,6 +133,7 @@ impl Policy {
             Policy::Ours(ours) => ours.settings.policy.uses_tree(),
             Policy::FleetGate(_) | Policy::ExpectedWait(..) => true,
             Policy::Formula(formula) => formula.kind().uses_tree(),
+            Policy::Logged(..) => false,
         }
     }
 
@@ -161,6 +171,26 @@ impl Policy {
                 } = &mut **ours;
                 let key = prefixes.map(|prefixes| (prefixes, length));
                 expected_wait(settings, waits, key, candidates, &[], books, turn, scratch)
+            }
+            Policy::Logged(logged, pool) => {
+                let known = logged.0.get(&question.content.last_name());
+                let slot = known.and_then(|slots| slots[*pool]);
+                let slot = slot.filter(|slot| candidates.contains(*slot));
+                // A request that nobody of this pool got then: whoever has least.
+                let least = || {
+                    candidates
+                        .slots()
+                        .iter()
+                        .min_by_key(|slot| books.in_flight(**slot))
+                };
+                let slot = slot.or_else(|| least().copied())?;
+                return Some(Choice {
+                    slot,
+                    seen: books.in_flight(slot),
+                    reason: AS_LOGGED,
+                    matched_tokens: 0,
+                    ahead: (0, 0),
+                });
             }
             Policy::Formula(formula) => {
                 let tokens = u64::from(question.content.tokens());
@@ -210,7 +240,7 @@ impl Policy {
         match self {
             Policy::ExpectedWait(_, waits) => waits.forget(slot),
             Policy::Formula(formula) => formula.forget(slot),
-            Policy::Ours(_) | Policy::FleetGate(_) => {}
+            Policy::Ours(_) | Policy::FleetGate(_) | Policy::Logged(..) => {}
         }
     }
 }

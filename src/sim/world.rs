@@ -3,10 +3,12 @@
 //! Invariants, checked at the end of every run: each request ends exactly once, or is counted as failed; the books are
 //! zero; no worker holds a job or a pinned block.
 
+use std::sync::Arc;
+
 use super::agenda::{Agenda, Ns, ns, secs};
 use super::engine::{Engine, Job, Part, Said, Speeds};
 use super::judge::Judge;
-use super::policy::{Policy, Question};
+use super::policy::{AS_LOGGED, Logged, Policy, Question};
 use super::router::{Router, Seat};
 use super::tally::{Outcome, Point, Tally, Window};
 use super::workload::Workload;
@@ -61,6 +63,8 @@ pub struct Setup {
     pub end_s: f64,
     /// Of all that is left to chance.
     pub seed: u64,
+    /// For the policy `as_logged`.
+    pub logged: Option<Arc<Logged>>,
 }
 
 impl Setup {
@@ -78,6 +82,7 @@ impl Setup {
             sample_s: 1.0,
             end_s: 0.0,
             seed: 1,
+            logged: None,
         }
     }
 
@@ -153,6 +158,12 @@ const JUDGE_S: f64 = 0.25;
 impl<'a> World<'a> {
     fn new(setup: &'a Setup, workload: &'a Workload) -> Result<World<'a>, String> {
         let policy = |name: &str, salt: u64| {
+            if let Some(logged) = setup.logged.as_ref().filter(|_| name == AS_LOGGED) {
+                return Ok(Policy::Logged(
+                    Arc::clone(logged),
+                    usize::from(salt == 0x22),
+                ));
+            }
             Policy::parse(name, &setup.settings, setup.seed ^ salt)
                 .ok_or_else(|| format!("there is no policy {name}"))
         };
