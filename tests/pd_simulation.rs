@@ -642,6 +642,8 @@ impl Sim {
         };
         let is_active = match self.way() {
             Way::PrefillAlone if self.orphan.is_none() => leg.relays,
+            // It waits for its one answer, to its end.
+            _ if self.has_pair() => false,
             _ => leg.is_active,
         };
         let mut held = vec![(leg.slot, is_active)];
@@ -1012,6 +1014,7 @@ impl World for Sim {
         let missing_bytes =
             (self.odds.missing_bytes > 0).then(|| self.rng.below(self.odds.missing_bytes));
         Ok(Seat {
+            ahead: None,
             id,
             is_trial: false,
             missing_bytes,

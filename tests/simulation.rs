@@ -517,6 +517,7 @@ impl World for Sim {
             id: worker,
             is_trial: false,
             missing_bytes: None,
+            ahead: None,
             guard,
         })
     }

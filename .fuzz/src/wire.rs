@@ -265,6 +265,7 @@ impl World for Wire<'_> {
             id,
             is_trial: false,
             missing_bytes: None,
+            ahead: None,
             guard,
         })
     }

@@ -11,7 +11,7 @@ use super::tls::Piece;
 use crate::access_log::Entry;
 use crate::config::Config;
 use crate::exchange::{
-    Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
+    Ahead, Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
 };
 use crate::held::{ByteLimits, Held};
 use crate::ring::Token;
@@ -113,6 +113,7 @@ impl Hands<'_, '_> {
                     id: worker.id,
                     is_trial: true,
                     missing_bytes: None,
+                    ahead: None,
                     guard,
                 });
             }
@@ -342,10 +343,14 @@ impl Hands<'_, '_> {
                 None => decision,
             };
             let worker = self.turn.fleet.worker(decision.slot)?;
-            // Under `kv_aware` what waits on a worker is what it has to compute.
-            let work_bytes = match decision.new_tokens {
-                Some(tokens) => tokens * TOKEN_BYTES as u64,
-                None => ask.prompt_bytes,
+            // Under `kv_aware` and `expected_wait` what waits on a worker is what it has to compute.
+            let learns = settings.policy == PolicyKind::ExpectedWait && ask.role != Role::Decode;
+            let work_bytes = match (decision.new_tokens, length) {
+                (Some(tokens), _) => tokens * TOKEN_BYTES as u64,
+                (None, Some(length)) if learns => {
+                    length.saturating_sub(route::bytes_of_blocks(decision.matched_blocks))
+                }
+                _ => ask.prompt_bytes,
             };
             // The last attempt takes the seat at whatever load it has: being chosen four times in a row by others means
             // that it is everybody's best.
@@ -366,10 +371,19 @@ impl Hands<'_, '_> {
                     let missing = |length: u64| {
                         length.saturating_sub(self.core.matched_bytes(&decision, length))
                     };
+                    let ahead = || {
+                        let load = self.core.shared.books.load(worker.id.slot);
+                        Ahead {
+                            role: ask.role,
+                            bytes: load.waiting_bytes,
+                            requests: load.waiting,
+                        }
+                    };
                     return Some(Seat {
                         id: worker.id,
                         is_trial: false,
                         missing_bytes: length.map(missing),
+                        ahead: (learns && length.is_some()).then(ahead),
                         guard,
                     });
                 }
@@ -847,6 +861,17 @@ impl World for Hands<'_, '_> {
     fn record_answer(&mut self, slot: Slot, wait_ns: u64, is_trial: bool) {
         let worker = &self.core.stats().workers[usize::from(slot.0)];
         worker.answers.record(wait_ns, is_trial);
+    }
+
+    fn learn_wait(&mut self, slot: Slot, ahead: Ahead, wait_ns: u64) {
+        let sample = route::Sample {
+            bytes: ahead.bytes,
+            requests: ahead.requests,
+            seconds: wait_ns as f64 / 1e9,
+        };
+        self.core.policies[ahead.role as usize]
+            .waits
+            .observe(slot, sample);
     }
 
     fn is_logged(&self) -> bool {

@@ -323,6 +323,9 @@ impl Core {
                 ToCore::Tokens(done) => self.tokens_came(turn, done),
                 ToCore::Purge(slot) => {
                     self.shard.apply(Lesson::Purge { worker: slot });
+                    for policy in &mut self.policies {
+                        policy.waits.forget(slot);
+                    }
                     self.purging.push(slot);
                 }
                 ToCore::Stalled(slot) => self.move_from(turn, slot),

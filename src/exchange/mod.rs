@@ -43,7 +43,7 @@ use crate::shared::{AdminReply, AdminRequest, Outcome, Route, Worker};
 use endpoint::Endpoint;
 use pd::{Pd, Stage};
 pub use wait::Entrance;
-pub use world::{Ask, Dial, NoSeat, PdEvent, Record, Seat, Sign, World};
+pub use world::{Ahead, Ask, Dial, NoSeat, PdEvent, Record, Seat, Sign, World};
 
 /// Bytes of pipelined requests that wait behind a running exchange before the client is no longer read.
 const PIPELINE_BYTES_MAX: usize = 64 * 1024;
@@ -139,6 +139,8 @@ struct Exchange {
     slot: Slot,
     /// The worker is out, and this attempt tries whether it is well.
     is_trial: bool,
+    /// See [`Seat::ahead`].
+    ahead: Option<Ahead>,
     /// Among which workers the running leg's was chosen.
     role: Role,
     /// Of them, those that have failed this request.
@@ -817,6 +819,7 @@ impl Session {
             seat: None,
             slot: Slot(0),
             is_trial: false,
+            ahead: None,
             is_event_stream: false,
             explains,
             counted,
@@ -1364,6 +1367,10 @@ impl Session {
         if let Some(seat) = &exchange.seat {
             seat.activate();
         }
+        // Of an answer in one piece the first byte says how long all of it took.
+        if exchange.is_event_stream && exchange.status < 400 {
+            learn_wait(exchange, world);
+        }
         if !exchange.message_is_out {
             world.recycle(std::mem::take(&mut exchange.message));
             exchange.body_held.release();
@@ -1673,7 +1680,16 @@ fn choose<W: World>(exchange: &mut Exchange, world: &mut W) -> Result<Slot, NoSe
 fn sit(exchange: &mut Exchange, seat: Seat) {
     exchange.slot = seat.id.slot;
     exchange.is_trial = seat.is_trial;
+    exchange.ahead = seat.ahead;
     exchange.seat = Some(seat.guard);
+}
+
+/// What was asked of the worker has begun to come: what that says of its waits.
+fn learn_wait<W: World>(exchange: &mut Exchange, world: &mut W) {
+    if let Some(ahead) = exchange.ahead.take() {
+        let wait_ns = world.now_ns().saturating_sub(exchange.dialed_ns);
+        world.learn_wait(exchange.slot, ahead, wait_ns);
+    }
 }
 
 /// Tells what the attempt says of its worker.

@@ -300,6 +300,7 @@ impl Session {
         let Some(exchange) = self.exchange.as_mut() else {
             return;
         };
+        super::learn_wait(exchange, world);
         let Exchange {
             pd,
             slot,
@@ -623,8 +624,8 @@ pub(super) fn write_message<W: World>(exchange: &mut Exchange, world: &mut W) ->
 
 /// The leg's message is on its way.
 pub(super) fn dispatched<W: World>(pd: &Pd, seat: Option<&LoadGuard>, world: &mut W) {
-    if let Some(seat) = seat {
-        // Decode is pending until now; a prefill leg is at work from now on.
+    // Decode is pending until now. A prefill leg waits for its one answer, to its end.
+    if let Some(seat) = seat.filter(|_| pd.stage == Stage::Decode) {
         seat.activate();
     }
     if pd.stage == Stage::Decode && pd.prefilled_ns > 0 {

@@ -45,8 +45,21 @@ pub struct Seat {
     pub is_trial: bool,
     /// Bytes of the prompt that it does not hold, as far as is known; `None`: the request has no key.
     pub missing_bytes: Option<u64>,
+    /// What `expected_wait` learns from its first byte; `None`: nothing is to be learnt.
+    pub ahead: Option<Ahead>,
     /// Gives the count back when dropped.
     pub guard: LoadGuard,
+}
+
+/// What waits on a worker when a request is sent there, itself among it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ahead {
+    /// The role by whose policy it was chosen.
+    pub role: Role,
+    /// Bytes to compute.
+    pub bytes: u64,
+    /// Requests.
+    pub requests: u32,
 }
 
 /// What an attempt tells of its worker. A 4xx is the client's doing and tells nothing.
@@ -281,6 +294,8 @@ pub trait World {
     fn record_piece(&mut self, slot: Slot, gap_ns: u64);
     /// A good answer in one piece came to its end; its first byte had been waited for so long, ns.
     fn record_answer(&mut self, slot: Slot, wait_ns: u64, is_trial: bool);
+    /// The first byte of what was asked came so long after the choice, ns.
+    fn learn_wait(&mut self, _slot: Slot, _ahead: Ahead, _wait_ns: u64) {}
     /// Whether requests are logged.
     fn is_logged(&self) -> bool;
     /// Logs a request; its workers and its client are filled in.

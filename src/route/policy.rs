@@ -12,6 +12,7 @@ use super::hashed::{self, Home};
 use super::key::bytes_of_blocks;
 use super::kv_aware::{self, Tokens};
 use super::reason::Reason;
+use super::wait::{Waits, expected_wait};
 
 /// Which policy chooses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,11 +37,13 @@ pub enum PolicyKind {
     StickyLeastLoaded,
     /// The worker on which the prompt costs least, by what engines say they hold.
     KvAware,
+    /// The worker on which the prompt is computed soonest, by what was learnt of first bytes.
+    ExpectedWait,
 }
 
 impl PolicyKind {
     /// All of them.
-    pub const ALL: [PolicyKind; 10] = [
+    pub const ALL: [PolicyKind; 11] = [
         PolicyKind::CacheAware,
         PolicyKind::RoundRobin,
         PolicyKind::Random,
@@ -51,6 +54,7 @@ impl PolicyKind {
         PolicyKind::PrefixHash,
         PolicyKind::StickyLeastLoaded,
         PolicyKind::KvAware,
+        PolicyKind::ExpectedWait,
     ];
 
     /// The word of `--policy` and of metrics; vllm-router's where it has one.
@@ -66,12 +70,16 @@ impl PolicyKind {
             PolicyKind::PrefixHash => "prefix_hash",
             PolicyKind::StickyLeastLoaded => "sticky_least_loaded",
             PolicyKind::KvAware => "kv_aware",
+            PolicyKind::ExpectedWait => "expected_wait",
         }
     }
 
     /// Whether it wants to know the prompt's place in the tree.
     pub fn uses_tree(self) -> bool {
-        matches!(self, PolicyKind::CacheAware | PolicyKind::KvAware)
+        matches!(
+            self,
+            PolicyKind::CacheAware | PolicyKind::KvAware | PolicyKind::ExpectedWait
+        )
     }
 
     /// Whether it wants to know the request's session.
@@ -253,6 +261,8 @@ pub struct Turn {
     pub round_robin: u64,
     /// For whatever is left to chance.
     pub rng: Rng,
+    /// What `expected_wait` has learnt.
+    pub waits: Waits,
 }
 
 impl Turn {
@@ -262,6 +272,7 @@ impl Turn {
         Turn {
             round_robin: rng.next() >> 1,
             rng,
+            waits: Waits::default(),
         }
     }
 }
@@ -363,6 +374,18 @@ pub fn decide<P: Prefixes, L: Loads>(
             }
             _ => (field.least_loaded(&mut turn.rng)?, Reason::NoKey),
         },
+        PolicyKind::ExpectedWait => {
+            let key = match key {
+                Key::Prefix(prefixes, length_bytes) => Some((prefixes, length_bytes)),
+                _ => None,
+            };
+            let waits = std::mem::take(&mut turn.waits);
+            let decision = expected_wait(
+                settings, &waits, key, candidates, exclude, loads, turn, scratch,
+            );
+            turn.waits = waits;
+            return decision;
+        }
         PolicyKind::ConsistentHash
         | PolicyKind::RendezvousHash
         | PolicyKind::PrefixHash

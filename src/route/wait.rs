@@ -6,7 +6,7 @@
 //! its wait exceeds the shortest one by less than the prefix is worth; a worker that is slower, or becomes so, is worth
 //! less by itself. What cannot be told apart (a tenth, the error of the fit) is settled by requests in flight, then by lot.
 //!
-//! Before anything is known it chooses as `cache_aware`. A worker of which nothing is known counts as the mean of the
+//! Before anything is known, and for decode, it chooses as `cache_aware`. A worker of which nothing is known counts as the mean of the
 //! others. Owned by one core, which learns from the requests it sent itself.
 
 use shards::Slot;
@@ -148,7 +148,7 @@ struct Entrant {
     seconds: f64,
 }
 
-/// Chooses a worker. The rules of [`decide`] hold; [`Decision::new_tokens`] is what it has to compute.
+/// Chooses a worker. The rules of [`decide`] hold.
 #[allow(
     clippy::too_many_arguments,
     reason = "those of `decide`, and what was learnt"
@@ -213,13 +213,12 @@ pub fn expected_wait<P: Prefixes, L: Loads>(
         0 => Reason::LeastCostCold,
         _ => Reason::LeastCostWarm,
     };
-    let new_bytes = length_bytes.saturating_sub(bytes_of_blocks(best.blocks));
     Some(Decision {
         slot: best.slot,
         seen: best.load,
         reason,
         matched_blocks: best.blocks,
-        new_tokens: Some(new_bytes.div_ceil(super::TOKEN_BYTES as u64)),
+        new_tokens: None,
         given_up: None,
         least_load: None,
     })

@@ -123,7 +123,7 @@ fn the_prefix_is_kept_while_the_wait_costs_less_than_it_is_worth() {
     };
     let kept = choose(&fleet(600_000), &waits, 1_280_000, &[]).unwrap();
     assert_eq!((kept.slot, kept.reason), (Slot(0), Reason::LeastCostWarm));
-    assert_eq!(kept.new_tokens, Some((1_280_000 - 786_432) / 4));
+    assert_eq!(bytes_of_blocks(kept.matched_blocks), 786_432);
     let left = choose(&fleet(1_000_000), &waits, 1_280_000, &[]).unwrap();
     assert_eq!((left.slot, left.reason), (Slot(1), Reason::LeastCostCold));
     // Who was tried is out.

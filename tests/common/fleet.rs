@@ -414,6 +414,7 @@ impl Hands<'_> {
                 id: worker.id,
                 is_trial: true,
                 missing_bytes: None,
+                ahead: None,
                 guard,
             });
         }
@@ -468,6 +469,7 @@ impl Hands<'_> {
             id: worker.id,
             is_trial: false,
             missing_bytes: length.map(|length| length.saturating_sub(matched)),
+            ahead: None,
             guard,
         })
     }

@@ -46,6 +46,7 @@ class PolicyType(str, enum.Enum):
     PrefixHash = "prefix_hash"
     LeastLoaded = "least_loaded"
     KvAware = "kv_aware"
+    ExpectedWait = "expected_wait"
 
 
 class Router:
