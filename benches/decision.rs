@@ -17,8 +17,8 @@
 //! another session. Bounds: 1 us, and 2 us more with 1,024 workers.
 //!
 //! What is written down of a decision: into the ring of `/debug/decisions`, and, with `--decision-log`, into the mailbox of the
-//! thread that writes (which runs), with the session's hash of a head of ten fields and the prompt's sketch. 16 KiB prompts,
-//! 64 and 1,024 workers; with and without in turn, medians. Bound: 0.2 us more with the log.
+//! thread that writes (which runs), with the model's hash and the prompt's sketch. 16 KiB prompts, 64 and 1,024 workers; with
+//! and without in turn, medians. Bound: 0.2 us more with the log.
 //!
 //! Run: `cargo bench --bench decision`
 
@@ -96,7 +96,7 @@ fn report_written(workers: usize) {
     let (log, writer, mut pens) =
         decisions::start(&path, 1, 1, shards::SLOT_COUNT_MAX).expect("a file");
     let mut world = World::new(Outcome::Affinity, workers, 16 * 1024);
-    let (head, mut recent, mut sketch) = (head(1), Recent::new(4096), Sketch::NONE);
+    let (mut recent, mut sketch) = (Recent::new(4096), Sketch::NONE);
     let mut costs = [const { Vec::new() }; 3];
     for round in 0..6000 {
         // A few at a time, so that the mailbox has room; the order changes.
@@ -107,9 +107,6 @@ fn report_written(workers: usize) {
                 if kind > 0 {
                     let mut decided = world.decided(&decision);
                     if kind > 1 {
-                        let (body, fields) = &world.requests[0];
-                        let key = Some((&body[..], fields));
-                        decided.session = session_hash(KeySeed(SEED), &head, key).unwrap_or(0);
                         decided.model = name_of("a-model/of-usual-length");
                         sketch.write(&world.chain, decision.matched_blocks);
                         assert!(pens[0].decided(&decided, &sketch), "there is room");
@@ -511,11 +508,6 @@ impl World {
 
     /// A decision as the core writes it down.
     fn decided(&self, decision: &Decision) -> Decided {
-        let slots = self.candidates.slots();
-        let least = match (decision.least_load, slots.len()) {
-            (None, ..=64) => slots.iter().map(|slot| self.books.in_flight(*slot)).min(),
-            (least, _) => least,
-        };
         Decided {
             exchange: self.count as u64,
             at_us: self.count as u64,
@@ -527,8 +519,8 @@ impl World {
             slot: decision.slot,
             incarnation: 1,
             load: decision.seen,
-            least_load: least,
-            candidate_count: slots.len() as u32,
+            least_load: decision.least_load,
+            candidate_count: self.candidates.len() as u32,
             given_up: None,
             role: Role::Regular,
             route: Route::ChatCompletions,
