@@ -24,13 +24,14 @@
 //!    the longest prefix, compares the thresholds with *that* worker's load, and picks.
 //! 9. **seat** `shards::LoadGuard::acquire_at` takes the count if the load is still the one the choice was made on; else
 //!    the choice is made anew. The guard lives in the exchange and gives the count back on every way out.
+//!    What was decided, and why, is written down ([`decisions`]): for `/debug/decisions`, a request that asks, and the decision log.
 //! 10. **lesson** What the chosen worker does not have yet goes to the owners of the shards, by mailbox ([`route::lessons`]).
 //! 11. **forward** Request line, `Host` and length are written into the gap, and the buffer leaves over a kept-alive
 //!     connection of this core ([`upstream`]) or a new one.
 //! 12. **relay** The answer's head is written anew ([`http::response`]); its body goes on as it comes, from the buffer it
 //!     was received into. [`http::Body`] only follows the framing to know the end. A slow client stops the reading from
 //!     its worker.
-//! 13. **release** The exchange is recorded and dropped, the next one in line is let in; both connections are kept if both sides allow.
+//! 13. **release** The exchange is recorded (and its end put beside its decisions) and dropped, the next one in line is let in; both connections are kept if both sides allow.
 //!
 //! With prefill/decode disaggregation steps 8 to 12 happen twice: both seats are taken at once, the prefill leg's answer
 //! is read for its transfer parameters, and the decode leg, which carries them, is relayed (`exchange::pd`). Each leg's
@@ -45,7 +46,8 @@
 //! tls: what lies between a socket and HTTP; named by config, shared, core and control
 //! tokenize: tokens of text, made off the cores; named by config, shared, core, exchange and start
 //! held: bytes of clients in memory, counted; named by exchange, core and shared
-//! sim: fleets that do not exist, behind the real policies, books and judge; names config, control and route
+//! decisions: what was decided, for files, questions and the simulator; names route, named by shared, core, control, sim and start
+//! sim: fleets that do not exist, behind the real policies, books and judge; names config, control, decisions and route
 //! ```
 //!
 //! `shared` is what both planes see; `config` is read by all; `access_log` is where cores put their lines. `listen` and `notify` serve `start`, `main` and the drain, `manual` and `doctor` the subcommands.
@@ -55,7 +57,7 @@
 //! Ids stand at the top of the file that keeps them: B* books, G* gate, A* rate, T* tree, P* publish, N* sessions, K* an engine's names for blocks, D* doorbell (crate `shards`), R* ring, C* core, M* memory, F* the list of workers,
 //! E* exchange (there also P1 to P4 the two legs, W* both at once, Q* those who wait), J* standing,
 //! M* bytes held, Z* KV events; T1 and T2 of [`tls`], K* of [`tokenize`], L* of `route::splice` and `control::registration`, and D* of `control::discovery`
-//! are their own. Each of `shards`' has its loom model in
+//! and [`decisions`] are their own. Each of `shards`' has its loom model in
 //! `loom_tests`.
 // Every module but `ring` forbids unsafe code, here or in its own file (`tests/layering.rs` checks it).
 #![deny(missing_docs)]

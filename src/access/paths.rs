@@ -28,7 +28,7 @@ pub fn of_ours(path: &str) -> Need {
 /// `fault_tolerance`); SGLang, its paths under `AuthLevel.ADMIN_OPTIONAL` (`srt/entrypoints/http_server.py`); ours, as another
 /// router may be the worker.
 #[rustfmt::skip]
-const ENGINE_ADMIN: [&str; 59] = [
+const ENGINE_ADMIN: [&str; 60] = [
     // vLLM
     "sleep", "wake_up", "is_sleeping", "collective_rpc", "pause", "resume", "is_paused", "abort_requests",
     "scale_elastic_ep", "is_scaling_elastic_ep", "start_profile", "stop_profile", "server_info", "get_world_size",
@@ -43,7 +43,7 @@ const ENGINE_ADMIN: [&str; 59] = [
     "send_weights_to_remote_instance", "post_process_weights", "get_server_info",
     "load_lora_adapter_from_tensors", "heap_profile",
     // Ours
-    "add_worker", "remove_worker", "list_workers", "workers", "get_loads", "reload", "metrics", "get_remote_instance_transfer_engine_info",
+    "add_worker", "remove_worker", "list_workers", "workers", "get_loads", "debug", "reload", "metrics", "get_remote_instance_transfer_engine_info",
 ];
 
 /// Beginnings that stand for families of such paths, in both engines.

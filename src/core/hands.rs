@@ -303,6 +303,7 @@ impl Hands<'_, '_> {
         } = &mut *self.core;
         let shared = &**shared;
         let settings = config.settings_of(ask.role);
+        let session = known.hash.filter(|_| settings.policy.uses_session());
         let prefixes = TreePrefixes {
             tree: &shared.tree,
             pin: self.turn.pin,
@@ -364,7 +365,7 @@ impl Hands<'_, '_> {
             match guard {
                 Ok(guard) => {
                     self.core.note(ask, &decision, length);
-                    self.write_down(ask, worker.id, &decision, candidates, length);
+                    self.write_down(ask, worker.id, &decision, candidates, length, session);
                     if let Some(bond) = known.bond {
                         self.tie(bond, candidates, decision.slot, ask.role);
                     }

@@ -15,8 +15,6 @@ use crate::decisions::{
 use crate::exchange::{Ask, Record, Sign};
 use crate::route::{self, Candidates, Decision, Role, bytes_of_blocks};
 
-/// Fleets up to this size are looked through for their least load where the policy did not.
-const LOOKED_THROUGH_MAX: usize = 64;
 /// Decisions that one answer tells of.
 const EXPLAINED_MAX: usize = 8;
 
@@ -124,7 +122,8 @@ impl Hands<'_, '_> {
         self.remember(ask, id, decided, 0, None);
     }
 
-    /// A worker was chosen, and its seat taken.
+    /// A worker was chosen, and its seat taken. `session`: its hash, if the policy looked for it (to look for it costs as much as
+    /// the rest of what is written down, and the log's prompts say by themselves which conversation they go on).
     pub(super) fn write_down(
         &mut self,
         ask: &Ask<'_>,
@@ -132,6 +131,7 @@ impl Hands<'_, '_> {
         decision: &Decision,
         candidates: &Candidates,
         length: Option<u64>,
+        session: Option<u64>,
     ) {
         let mut decided = self.decided(ask, id, decision.seen);
         decided.reason = decision.reason as u8;
@@ -146,12 +146,7 @@ impl Hands<'_, '_> {
             matched_bytes: bytes_of_blocks(wanted.matched_blocks) as u32,
         });
         decided.least_load = decision.least_load;
-        if decided.least_load.is_none() && candidates.len() <= LOOKED_THROUGH_MAX {
-            let books = self.core.shared.books;
-            let loads = candidates.slots().iter().map(|slot| books.in_flight(*slot));
-            // This request sits on the chosen one by now.
-            decided.least_load = loads.min().map(|load| load.min(decision.seen));
-        }
+        decided.session = session.unwrap_or(0);
         let given_up = decision.given_up.map_or(0, |wanted| wanted.matched_blocks);
         let matched_blocks = decision.matched_blocks.max(given_up);
         self.remember(ask, id, decided, matched_blocks, Some(candidates));
@@ -221,7 +216,6 @@ impl Hands<'_, '_> {
     ) {
         let fleet = self.turn.fleet;
         let core = &mut *self.core;
-        decided.session = route::session_hash(core.seed, ask.head, ask.key).unwrap_or(0);
         decided.model = ask.model.map_or(0, route::name_of);
         if decided.prompt_bytes == ask.prompt_bytes
             && let Some(length) = core.chain_length
@@ -244,10 +238,17 @@ impl Hands<'_, '_> {
         }
     }
 
-    /// Who holds most of the prompt.
+    /// Who holds most of the prompt, and the least load where the policy did not look at it: that is for who asks, as a pass
+    /// over the fleet costs more than all that is written down.
     #[cold]
     fn list_held(&mut self, decided: &mut Decided, candidates: &Candidates) {
         let core = &mut *self.core;
+        let books = core.shared.books;
+        if decided.least_load.is_none() {
+            let loads = candidates.slots().iter().map(|slot| books.in_flight(*slot));
+            // This request sits on the chosen one by now.
+            decided.least_load = loads.min().map(|load| load.min(decided.load));
+        }
         let mut matches = Vec::new();
         core.shared.tree.matches(
             self.turn.pin,
@@ -257,7 +258,7 @@ impl Hands<'_, '_> {
             &mut matches,
         );
         for (place, (slot, blocks)) in decided.held.iter_mut().zip(&matches) {
-            let load = core.shared.books.in_flight(*slot);
+            let load = books.in_flight(*slot);
             *place = Held {
                 slot: slot.0,
                 load: load.min(u32::from(u16::MAX)) as u16,

@@ -94,7 +94,7 @@ pub struct Decided {
     pub at_us: u64,
     /// [`super::request_hash`] of its id.
     pub request: u64,
-    /// Hash of its session; 0: none, or not looked for.
+    /// Hash of its session; 0: none, or the policy does not look for it.
     pub session: u64,
     /// Hash of the model asked for; 0: none, or not looked for.
     pub model: u64,

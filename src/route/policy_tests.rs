@@ -183,6 +183,31 @@ fn affinity_yields_when_the_worker_wanted_is_the_hot_one() {
 }
 
 #[test]
+fn a_decision_says_whom_it_gave_up_and_the_least_load_where_it_looked() {
+    let told = |mut case: Case| {
+        let decision = case.ask().unwrap();
+        let given_up = decision.given_up;
+        let given_up = given_up.map(|w| (w.slot.0, w.load, w.matched_blocks));
+        (decision.reason, given_up, decision.least_load)
+    };
+    let known: &[(usize, &[u16], bool)] = &[(9, &[0], false), (7, &[1], false)];
+    let hot = Some((0, 100, 9));
+    assert_eq!(
+        told(case(&[100, 3, 8], &known[..1])),
+        (Reason::ShedToLeastLoaded, hot, Some(3))
+    );
+    assert_eq!(
+        told(case(&[100, 5, 3], known)),
+        (Reason::ShedToWarm, hot, Some(3))
+    );
+    assert_eq!(
+        told(case(&[10, 5, 3], known)),
+        (Reason::Affinity, None, None)
+    );
+    assert_eq!(told(case(&[10, 5, 3], &[])), (Reason::Cold, None, Some(3)));
+}
+
+#[test]
 fn an_ineligible_worker_lowers_no_minimum_and_matches_nothing() {
     // 2 is idle but down. Against it, 0 would be overloaded; against 1, which is all there is, it is not.
     let down = |case: &mut Case| case.candidates = [Slot(0), Slot(1)].into_iter().collect();

@@ -24,6 +24,8 @@ use crate::shared::{self, Route};
 const TOKEN_BYTES: u64 = 4;
 /// Bytes of an answer in one piece that are not its text.
 const ANSWER_BESIDE_BYTES: u64 = 300;
+/// Longest log, in us: ten years. What comes later comes then.
+const SPAN_US_MAX: u64 = 10 * 366 * 86_400 * 1_000_000;
 /// Points of the log's own series at most.
 const SAMPLE_COUNT_MAX: u64 = 10_000;
 
@@ -185,7 +187,7 @@ fn requests(file: &LogFile, fleet: &Fleet, notes: &mut Vec<String>) -> (Vec<Requ
     }
     let times = file.decisions.iter().map(|(_, decided, _)| decided.at_us);
     let t0 = times.min().unwrap_or(0);
-    let ns = |us: u64| us.saturating_sub(t0).saturating_mul(1000);
+    let ns = |us: u64| us.saturating_sub(t0).min(SPAN_US_MAX) * 1000;
     let mut policies: AHashMap<&'static str, usize> = AHashMap::new();
     let mut without_end = 0;
     let mut all: Vec<(u64, (u32, u64), Request)> = Vec::new();
@@ -208,7 +210,7 @@ fn requests(file: &LogFile, fleet: &Fleet, notes: &mut Vec<String>) -> (Vec<Requ
         let first_byte = waited.map(|ended| {
             // Measured from the whole request on, of which the decision is the end but for the wait in line.
             let waited = ended.first_byte_us.saturating_sub(ended.wait_us);
-            (start.saturating_add(waited.saturating_mul(1000))).min(end)
+            (start + waited.min(SPAN_US_MAX) * 1000).min(end)
         });
         let tokens = tokens_of(told.prompt_bytes).max(1);
         let request = Request {
