@@ -46,6 +46,7 @@
 //! tokenize: tokens of text, made off the cores; named by config, shared, core, exchange and start
 //! held: bytes of clients in memory, counted; named by exchange, core and shared
 //! sim: fleets that do not exist, behind the real policies, books and judge; names config, control and route
+//! bench: a load generator on the same ring and parsers; names http, ring, route and sim (its traces)
 //! ```
 //!
 //! `shared` is what both planes see; `config` is read by all; `access_log` is where cores put their lines. `listen` and `notify` serve `start`, `main` and the drain, `manual` and `doctor` the subcommands.
@@ -64,6 +65,8 @@
 pub mod access;
 #[forbid(unsafe_code)]
 pub mod access_log;
+#[forbid(unsafe_code)]
+pub mod bench;
 pub mod config;
 pub mod control;
 #[forbid(unsafe_code)]

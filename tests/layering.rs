@@ -19,12 +19,14 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("route", &["shared"]),
         ("tokenize", &["route", "shared"]),
         ("sim", &["config", "control", "route"]),
+        ("bench", &["http", "ring", "route", "sim"]),
         ("upstream", &["ring"]),
         (
             "config",
             &[
                 "access",
                 "access_log",
+                "bench",
                 "held",
                 "http",
                 "route",
