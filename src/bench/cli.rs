@@ -119,9 +119,12 @@ pub struct BenchArgs {
     /// Their CPUs [default: the last ones]
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',')]
     cpus: Vec<usize>,
-    /// Process whose CPU time and memory are told; with two targets A's, then B's
+    /// Process whose CPU time and memory are told; with two targets A's (--direct's), then B's; 0 is none
     #[arg(long, value_name = "PID")]
     pid: Vec<u32>,
+    /// Fail when the second target's CPU time an answer is more than so many times the first one's
+    #[arg(long, value_name = "RATIO", value_parser = above_zero, requires = "pid")]
+    cpu_ratio_max: Option<f64>,
     /// Print JSON instead of tables
     #[arg(long)]
     json: bool,
@@ -163,7 +166,7 @@ fn ns(seconds: f64) -> u64 {
 }
 
 impl BenchArgs {
-    /// Runs it; prints on standard output. `false`: an answer was wrong, or there was none.
+    /// Runs it; prints on standard output. `false`: an answer was wrong, or there was none, or `--cpu-ratio-max` is exceeded.
     ///
     /// # Errors
     /// A URL, a trace or a file is not what it has to be, or the ring cannot be made.
@@ -201,7 +204,25 @@ impl BenchArgs {
             let named = |e| io::Error::other(format!("{}: {e}", path.display()));
             fs::write(path, page::html(&report)).map_err(named)?;
         }
-        Ok(report.is_good())
+        Ok(report.is_good() && self.is_within(&report))
+    }
+
+    /// Whether the second target costs no more CPU than it may. What was not measured is not within.
+    fn is_within(&self, report: &Report) -> bool {
+        let Some(max) = self.cpu_ratio_max else {
+            return true;
+        };
+        let measured = report
+            .ratios
+            .iter()
+            .find(|(name, _)| *name == "cpu_us_per_answer");
+        let ratio = measured.map_or(f64::INFINITY, |(_, ratio)| ratio.median);
+        if ratio > max {
+            eprintln!(
+                "corelane: CPU time an answer is {ratio:.3} times the first one's, more than {max}"
+            );
+        }
+        ratio <= max
     }
 
     fn plan(&self) -> Result<Plan, String> {
