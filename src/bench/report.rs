@@ -43,11 +43,11 @@ pub const TIMES: [Times; 3] = [
 ];
 
 impl Report {
-    /// Every answer was right, and there was one.
+    /// Every answer was right, and there was one; or events, where all streams were cut at the end.
     pub fn is_good(&self) -> bool {
-        self.parts
-            .iter()
-            .all(|part| part.tally.wrong_count() == 0 && part.tally.good > 0)
+        self.parts.iter().all(|Part { tally, .. }| {
+            tally.wrong_count() == 0 && (tally.good > 0 || tally.events > 0)
+        })
     }
 
     /// Differences of quantiles, second less first, ms: what the second adds.
@@ -120,7 +120,7 @@ impl Report {
             }
             let _ = writeln!(
                 text,
-                "\n{} less {}, ms:{:>13}{:>10}{:>10}{:>10}",
+                "\n{} less {}, ms:{:>12}{:>11}{:>11}{:>11}",
                 second.name, first.name, "p50", "p99", "p99.9", "max"
             );
             for (name, values) in self.added() {
@@ -167,7 +167,7 @@ impl Part {
         }
         let _ = writeln!(
             text,
-            "{:<22}{:>10}{:>10}{:>10}{:>10}{:>10}{:>10}",
+            "{:<22}{:>11}{:>11}{:>11}{:>11}{:>11}{:>11}",
             "", "p50", "p90", "p99", "p99.9", "max", "mean"
         );
         for (name, of) in TIMES {
@@ -176,12 +176,13 @@ impl Part {
                 let _ = writeln!(text, "  {name:<20}{cells}");
             }
         }
-        if tally.cpu_ns.is_some() {
-            let _ = writeln!(
-                text,
-                "  CPU us per answer {}, per event {}",
-                json["cpu_us_per_answer"], json["cpu_us_per_event"]
-            );
+        for (what, value) in [
+            ("answer", &json["cpu_us_per_answer"]),
+            ("event", &json["cpu_us_per_event"]),
+        ] {
+            if !value.is_null() {
+                let _ = writeln!(text, "  CPU us per {what} {value}");
+            }
         }
         if let Some(bytes) = tally.rss_bytes {
             let _ = writeln!(text, "  resident memory {:.1} MB", bytes as f64 / 1e6);
@@ -199,8 +200,89 @@ impl Part {
 }
 
 fn cell(value: Option<f64>) -> String {
+    // Events that came together are a nanosecond apart: nothing.
+    let shown = |value: f64| {
+        if value.abs() < 1e-4 {
+            0.0
+        } else {
+            rounded(value)
+        }
+    };
     value.map_or_else(
-        || format!("{:>10}", "-"),
-        |value| format!("{:>10}", rounded(value)),
+        || format!("{:>11}", "-"),
+        |value| format!("{:>11}", shown(value)),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::check::Wrong;
+    use super::*;
+
+    fn report(tally: Tally) -> Report {
+        let part = Part {
+            name: "target",
+            url: "http://a".into(),
+            tally,
+        };
+        Report {
+            command: "x".into(),
+            machine: "m".into(),
+            commit: None,
+            parts: vec![part],
+            ratios: vec![],
+        }
+    }
+
+    #[test]
+    fn a_wrong_answer_and_none_at_all_are_no_success_and_are_said() {
+        let good = Tally {
+            good: 3,
+            ..Tally::default()
+        };
+        assert!(report(good.clone()).is_good());
+        assert!(
+            report(Tally {
+                events: 3,
+                ..Tally::default()
+            })
+            .is_good(),
+            "streams that were cut"
+        );
+        assert!(!report(Tally::default()).is_good());
+        let mut wrong = good;
+        wrong.add_wrong(&Wrong::NoDone, b"");
+        wrong.unsent = 2;
+        let report = report(wrong);
+        assert!(!report.is_good());
+        let text = report.text();
+        assert!(
+            text.contains("  WRONG no_done: 1\n") && text.contains("  LIMIT 2 requests"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn what_is_added_is_the_difference_of_quantiles() {
+        let times = |from_ms: u64| {
+            let mut tally = Tally::default();
+            (1..=1000).for_each(|ms| tally.total.record((from_ms + ms) * 1_000_000).unwrap());
+            tally
+        };
+        let mut report = report(times(0));
+        report.parts.push(Part {
+            name: "routed",
+            url: "http://b".into(),
+            tally: times(40),
+        });
+        let json = report.json();
+        let added = |q: &str| json["added_ms"]["total_ms"][q].as_f64().unwrap();
+        for q in ["p50", "p99", "max"] {
+            assert!((added(q) - 40.0).abs() < 1.5, "{q}: {}", added(q));
+        }
+        assert!(
+            json["added_ms"]["total_ms"]["p999"].is_null()
+                && json["added_ms"]["gap_ms"]["p50"].is_null()
+        );
+    }
 }

@@ -205,7 +205,7 @@ impl Tally {
         let share = |count: u64| count as f64 / self.asked.max(1) as f64;
         if share(self.late) > SHARE_MAX {
             all.push(format!(
-                "{} of {} requests were sent more than 1 ms after they were due: the generator cannot keep this rate",
+                "{} of {} requests were sent more than 1 ms after they were due: the generator did not keep its times",
                 self.late, self.asked
             ));
         }
