@@ -334,7 +334,7 @@ async fn two_targets_are_compared_side_by_side() {
         "{html}"
     );
     // And what a router adds to its worker: less than the 40 ms that the worker takes.
-    let router = routed(&[b.clone()]);
+    let router = routed(std::slice::from_ref(&b));
     router.until_healthy().await;
     let url = format!("http://{}", router.address);
     let pid = router.id().to_string();

@@ -321,13 +321,12 @@ impl BenchArgs {
             drain_ns: self.drain_ns(),
         };
         let mut all = [Tally::default(), Tally::default()];
-        for target in 0..2 {
+        for (target, all) in all.iter_mut().enumerate() {
             // Wrong answers count also in the warm-up.
             let tally = crew.run(slice(target, ns(self.warm_up_secs), 1))?;
-            tally
-                .wrong
-                .into_iter()
-                .for_each(|(kind, count)| *all[target].wrong.entry(kind).or_default() += count);
+            for (kind, count) in tally.wrong {
+                *all.wrong.entry(kind).or_default() += count;
+            }
         }
         let count = (ns(self.seconds) / (2 * slice_ns)).max(1) as usize;
         let mut pairs = Vec::with_capacity(count);

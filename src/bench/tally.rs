@@ -171,11 +171,10 @@ impl Tally {
             self.busy_ns += other.busy_ns;
             self.taken_ns += other.taken_ns;
         }
-        let sum = |a: Option<u64>, b: Option<u64>| match (a, b) {
+        self.cpu_ns = match (self.cpu_ns, other.cpu_ns) {
             (Some(a), Some(b)) => Some(a + b),
             (a, b) => a.or(b),
         };
-        self.cpu_ns = sum(self.cpu_ns, other.cpu_ns);
         self.rss_bytes = self.rss_bytes.max(other.rss_bytes);
     }
 
