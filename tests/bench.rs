@@ -365,4 +365,23 @@ async fn two_targets_are_compared_side_by_side() {
         "{report:#}"
     );
     assert!(report["targets"][1]["rss_bytes"].as_u64().unwrap() > 1 << 20);
+    // The same router beside itself is within ten times, and not within a hundredth of that.
+    for (max, is_within) in [("10", true), ("0.01", false)] {
+        let args = [
+            "--compare",
+            &url,
+            &url,
+            "--pid",
+            &pid,
+            "--pid",
+            &pid,
+            "--seconds",
+            "1.2",
+            "--slice-ms",
+            "200",
+            "--cpu-ratio-max",
+            max,
+        ];
+        assert_eq!(bench(&args).await.0, is_within, "{max}");
+    }
 }

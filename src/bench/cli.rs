@@ -122,7 +122,8 @@ pub struct BenchArgs {
     /// Process whose CPU time and memory are told; with two targets A's (--direct's), then B's; 0 is none
     #[arg(long, value_name = "PID")]
     pid: Vec<u32>,
-    /// Fail when the second target's CPU time an answer is more than so many times the first one's
+    /// Fail when the second target's CPU time an answer is more than so many times the first one's, and not by chance: the interval
+    /// has no 1 in it
     #[arg(long, value_name = "RATIO", value_parser = above_zero, requires = "pid")]
     cpu_ratio_max: Option<f64>,
     /// Print JSON instead of tables
@@ -216,13 +217,14 @@ impl BenchArgs {
             .ratios
             .iter()
             .find(|(name, _)| *name == "cpu_us_per_answer");
-        let ratio = measured.map_or(f64::INFINITY, |(_, ratio)| ratio.median);
-        if ratio > max {
+        let is_within = measured.is_some_and(|(_, ratio)| !ratio.exceeds(max));
+        if !is_within {
+            let median = measured.map(|(_, ratio)| ratio.median);
             eprintln!(
-                "corelane: CPU time an answer is {ratio:.3} times the first one's, more than {max}"
+                "corelane: CPU time an answer is {median:.3?} times the first one's, more than {max}"
             );
         }
-        ratio <= max
+        is_within
     }
 
     fn plan(&self) -> Result<Plan, String> {

@@ -22,6 +22,13 @@ pub struct Ratio {
     pub pairs: usize,
 }
 
+impl Ratio {
+    /// Above `max`, and not by chance: a program beside itself is some percent off now and then, but its interval has 1 in it.
+    pub fn exceeds(&self, max: f64) -> bool {
+        self.median > max && self.interval.is_none_or(|(low, _)| low > max.min(1.0))
+    }
+}
+
 /// The targets of a pair's two slices: A first, then B first, and so on, so that neither always follows the other.
 pub fn order(pair: usize) -> [usize; 2] {
     match pair % 2 {
@@ -116,5 +123,12 @@ mod tests {
         let few = ratio(&[(1.0, 2.0), (1.0, 4.0)], 1).unwrap();
         assert_eq!((few.median, few.interval, few.pairs), (3.0, None, 2));
         assert_eq!((order(0), order(1), order(2)), ([0, 1], [1, 0], [0, 1]));
+        let with = |interval| Ratio {
+            median: 1.08,
+            interval,
+            pairs: 9,
+        };
+        assert!(with(None).exceeds(1.05) && !with(None).exceeds(1.1));
+        assert!(with(Some((1.02, 1.2))).exceeds(1.05) && !with(Some((0.99, 1.2))).exceeds(1.05));
     }
 }
