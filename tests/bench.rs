@@ -223,6 +223,42 @@ async fn wrong_answers_are_counted_by_kind_and_fail_the_run() {
     );
 }
 
+/// Its line of connections is full: whoever else comes gets no answer at all.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_connection_that_is_never_made_is_counted_once() {
+    use socket2::{Domain, Socket, Type};
+    let listener = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
+    listener.bind(&any.into()).unwrap();
+    listener.listen(0).unwrap();
+    let address = listener.local_addr().unwrap();
+    let fill = |_| {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        let _ = socket.connect(&address);
+        socket
+    };
+    let _waiting: Vec<Socket> = (0..4).map(fill).collect();
+    let url = format!("http://{}", address.as_socket().unwrap());
+    let args = [
+        "--requests",
+        "3",
+        "--concurrency",
+        "1",
+        "--warm-up-secs",
+        "0",
+        "--timeout-secs",
+        "0.3",
+    ];
+    let (is_good, report) = bench(&[&[url.as_str()], &args[..]].concat()).await;
+    assert_eq!(
+        report["targets"][0]["wrong"],
+        serde_json::json!({"timed_out": 3}),
+        "{report:#}"
+    );
+    assert!(!is_good);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_slow_target_holds_up_is_in_the_times() {
     let worker = Worker::start().await;

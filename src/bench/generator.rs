@@ -570,7 +570,10 @@ impl Generator {
                     }
                     Ok(()) => self.settle(token.index)?,
                     Err(errno) => {
-                        self.fail(run, token.index, Wrong::Connect(errno), now);
+                        // One that was given up has been counted then.
+                        if self.connections[token.index as usize].phase == Phase::Connecting {
+                            self.fail(run, token.index, Wrong::Connect(errno), now);
+                        }
                         self.settle(token.index)?;
                     }
                 }
