@@ -48,6 +48,7 @@
 //! held: bytes of clients in memory, counted; named by exchange, core and shared
 //! decisions: what was decided, for files, questions and the simulator; names route, named by shared, core, control, sim and start
 //! sim: fleets that do not exist, behind the real policies, books and judge; names config, control, decisions and route
+//! bench: a load generator on the same ring and parsers; names http, ring, route and sim (its traces)
 //! ```
 //!
 //! `shared` is what both planes see; `config` is read by all; `access_log` is where cores put their lines. `listen` and `notify` serve `start`, `main` and the drain, `manual` and `doctor` the subcommands.
@@ -66,6 +67,8 @@
 pub mod access;
 #[forbid(unsafe_code)]
 pub mod access_log;
+#[forbid(unsafe_code)]
+pub mod bench;
 pub mod config;
 pub mod control;
 #[forbid(unsafe_code)]

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Parser;
+use corelane::bench::BenchArgs;
 use corelane::config::{
     Cli, Command, Config, EXIT_USAGE, LineArgs, Loaded, LogLevel, Source, file_of_line, in_force,
 };
@@ -37,6 +38,7 @@ fn main() -> ExitCode {
         Some(Command::MockWorker(args)) => report(args.run()),
         Some(Command::Demo(args)) => demo(&args),
         Some(Command::Sim(args)) => report(args.run()),
+        Some(Command::Bench(args)) => bench(&args),
     }
 }
 
@@ -47,6 +49,15 @@ fn report(result: io::Result<()>) -> ExitCode {
             eprintln!("corelane: {e}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Wrong answers are a failure, too.
+fn bench(args: &BenchArgs) -> ExitCode {
+    match args.run() {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(e) => report(Err(e)),
     }
 }
 

@@ -23,12 +23,14 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
             "sim",
             &["config", "control", "decisions", "route", "shared"],
         ),
+        ("bench", &["http", "ring", "route", "sim"]),
         ("upstream", &["ring"]),
         (
             "config",
             &[
                 "access",
                 "access_log",
+                "bench",
                 "held",
                 "http",
                 "route",

@@ -66,6 +66,8 @@ pub enum Command {
     ConfigFromArgs(LineArgs),
     /// Simulate fleets: what another policy would do
     Sim(crate::sim::SimArgs),
+    /// Put load on a router or a worker, check every answer, and say how long they took; or compare two
+    Bench(Box<crate::bench::BenchArgs>),
 }
 
 /// A command line within the command line.

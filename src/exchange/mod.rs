@@ -57,6 +57,8 @@ const JOIN_BYTES_MAX: usize = 16 * 1024;
 const BROKEN_OFF_EVENT: &[u8] = b"\n\ndata: {\"error\":{\"message\":\"the worker broke off before the answer was complete\",\"type\":\"upstream_error\",\"param\":null,\"code\":\"worker_broke_off\"}}\n\n";
 /// Stands for a status where a worker broke off with the request in its hands.
 const BROKE_WITH_REQUEST: u16 = 1;
+/// Room for a request id of ours.
+const REQUEST_ID_BYTES: usize = 36;
 /// How long a connection without a request stays while the router drains.
 const DRAIN_WAIT: std::time::Duration = std::time::Duration::from_secs(1);
 /// How long a client that has ended its direction may wait in silence before it is asked whether it is still there.
@@ -757,7 +759,8 @@ impl Session {
             Endpoint::WrongMethod | Endpoint::Other => Route::Other,
         };
         let own_fields_at = message.len();
-        let mut request_id = Vec::new();
+        // One allocation: an id of ours is shorter.
+        let mut request_id = Vec::with_capacity(REQUEST_ID_BYTES);
         match &request.request_id {
             Some(range) => request_id.extend_from_slice(&message[range.clone()]),
             None => {

@@ -98,13 +98,33 @@ pub fn parse(
     }
 }
 
-fn judge(
+/// Parses the head at the start of `bytes` for one who asked himself: nothing is written. `None`: more bytes are needed.
+/// At most 64 fields.
+///
+/// # Errors
+/// The head is malformed or contradicts itself.
+pub fn parse_head(bytes: &[u8], is_head: bool) -> Result<Option<Response>, Broken> {
+    let mut fields = [httparse::EMPTY_HEADER; 64];
+    let mut parsed = httparse::Response::new(&mut fields);
+    match parsed.parse(bytes) {
+        Ok(httparse::Status::Complete(len)) => {
+            judge_head(&parsed, bytes, len, is_head).map(|(_, response)| Some(response))
+        }
+        Ok(httparse::Status::Partial) if bytes.len() > HEAD_BYTES_MAX => {
+            Err(Broken("the head of the answer is too large"))
+        }
+        Ok(httparse::Status::Partial) => Ok(None),
+        Err(_) => Err(Broken("the head of the answer is malformed")),
+    }
+}
+
+/// Its status and what it says of its body.
+fn judge_head(
     parsed: &httparse::Response<'_, '_>,
     bytes: &[u8],
     len: usize,
-    client: Client<'_>,
-    out: &mut Vec<u8>,
-) -> Result<(Response, Relay, bool), Broken> {
+    is_head: bool,
+) -> Result<(u16, Response), Broken> {
     let (Some(status), Some(version)) = (parsed.code, parsed.version) else {
         return Err(Broken("the status line of the answer is malformed"));
     };
@@ -116,10 +136,21 @@ fn judge(
     }
     let mut response = read(parsed.headers, status, version)?;
     response.len_bytes = len;
-    if client.is_head || status < 200 || status == 204 || status == 304 {
+    if is_head || status < 200 || status == 204 || status == 304 {
         // RFC 9112 section 6.3: these never have a body, whatever their fields say.
         response.framing = Framing::None;
     }
+    Ok((status, response))
+}
+
+fn judge(
+    parsed: &httparse::Response<'_, '_>,
+    bytes: &[u8],
+    len: usize,
+    client: Client<'_>,
+    out: &mut Vec<u8>,
+) -> Result<(Response, Relay, bool), Broken> {
+    let (status, response) = judge_head(parsed, bytes, len, client.is_head)?;
     if status < 200 {
         // A client that asked for 100 has had ours; HTTP/1.0 knows no interim answers (RFC 9110 section 15.2).
         if status != 100 && status != 101 && !client.is_http10 {

@@ -49,6 +49,11 @@ impl Content {
         }
     }
 
+    /// What it is made of, in order.
+    pub fn runs(&self) -> &[Run] {
+        &self.runs
+    }
+
     /// Its length.
     pub fn tokens(&self) -> u32 {
         self.runs.last().map_or(0, |run| run.end)
