@@ -642,8 +642,8 @@ impl Sim {
         };
         let is_active = match self.way() {
             Way::PrefillAlone if self.orphan.is_none() => leg.relays,
-            // It waits for its one answer, to its end.
-            _ if self.has_pair() => false,
+            // It waits for its one answer, to its end; another one (an error) is relayed.
+            _ if self.has_pair() => leg.relays,
             _ => leg.is_active,
         };
         let mut held = vec![(leg.slot, is_active)];
