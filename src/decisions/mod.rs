@@ -12,7 +12,7 @@
 //! two prompts are the same.
 //!
 //! Invariants:
-//! - **D1** A record in the file is whole and passes its check, or is not read: [`read`] never panics, whatever the bytes.
+//! - **D1** A record in the file is whole and passes its check, or is not read: [`read()`] never panics, whatever the bytes.
 //! - **D2** A worker's URL stands in the file before the first decision for it.
 
 mod explain;
