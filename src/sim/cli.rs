@@ -8,12 +8,13 @@ use clap::{Args, Subcommand, value_parser};
 use serde_json::{Map, json};
 
 use super::engine::Speeds;
+use super::knees::Verdict;
 use super::policy;
 use super::swe_bench_pro as swe;
 use super::tally::Outcome;
 use super::trace::{self, Format};
 use super::world::{Setup, run};
-use super::{gray, page, report};
+use super::{gray, knees, page, report, set};
 use crate::route::Settings;
 
 /// What another policy would do: fleets of simulated workers behind the real policies and books.
@@ -32,6 +33,9 @@ enum SimCommand {
     GrayFailures(GrayArgs),
     /// Replay a trace against policies
     Trace(TraceArgs),
+    /// How far each policy goes: the highest rate at which the first tokens stay in time, on every workload of the set, and
+    /// the rollouts a minute of swe-bench-pro
+    Knees(KneesArgs),
     /// The names of all policies
     Policies,
 }
@@ -102,6 +106,35 @@ struct TraceArgs {
 }
 
 #[derive(Args, Clone, Debug)]
+struct KneesArgs {
+    /// Folder of traces: mooncake-conversation.jsonl, mooncake-synthetic.jsonl, agent-miniswe/, azure-2023-conv.csv,
+    /// azure-2023-code.csv; what is not there is left out
+    #[arg(long, value_name = "DIR")]
+    traces: Option<PathBuf>,
+    /// Policies to compare; all by default
+    #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    policies: Vec<String>,
+    /// Only workloads whose name begins so
+    #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    workloads: Vec<String>,
+    /// Requests of a workload, as a share of their usual number
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = factor)]
+    size: f64,
+    /// Rollouts of swe-bench-pro; 0 leaves it out
+    #[arg(long, value_name = "COUNT", default_value_t = 2048)]
+    rollouts: u32,
+    /// Runs at a time; what comes out does not depend on it
+    #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = value_parser!(u16).range(1..=256))]
+    threads: u16,
+    /// Print JSON instead of tables
+    #[arg(long)]
+    json: bool,
+    /// Of all that is left to chance: the same gives the same
+    #[arg(long, value_name = "NUMBER", default_value_t = 1)]
+    seed: u64,
+}
+
+#[derive(Args, Clone, Debug)]
 struct OutputArgs {
     /// Print JSON instead of a table
     #[arg(long)]
@@ -133,6 +166,7 @@ impl SimArgs {
         match &self.command {
             SimCommand::SweBenchPro(args) => args.run(),
             SimCommand::Trace(args) => args.run(),
+            SimCommand::Knees(args) => args.run().map_err(io::Error::other),
             SimCommand::GrayFailures(args) => {
                 let all = gray::tell(args.seed).map_err(io::Error::other)?;
                 match args.json {
@@ -247,6 +281,72 @@ impl TraceArgs {
             .write("What each policy would do", &about, &outcomes)
     }
 }
+
+impl KneesArgs {
+    fn run(&self) -> Result<(), String> {
+        let policies: Vec<String> = match self.policies.is_empty() {
+            true => policy::names().map(String::from).collect(),
+            false => self.policies.clone(),
+        };
+        let is_wanted = |name: &str| {
+            self.workloads.is_empty()
+                || self
+                    .workloads
+                    .iter()
+                    .any(|begin| name.starts_with(begin.as_str()))
+        };
+        let (cases, missing) = set::cases(self.traces.as_deref(), self.size, self.seed)?;
+        for (name, path) in missing.iter().filter(|(name, _)| is_wanted(name)) {
+            eprintln!(
+                "left out, there is no {} (--traces): {name}",
+                path.display()
+            );
+        }
+        let mut all = Vec::new();
+        let mut verdicts = Vec::new();
+        for case in cases.iter().filter(|case| is_wanted(case.name)) {
+            let found = knees::find(case, &policies, self.seed, self.threads.into())?;
+            if !self.json {
+                println!("{}", knees::table(&found));
+            }
+            verdicts.extend(found.verdict());
+            all.push(found);
+        }
+        let mut rollouts = Vec::new();
+        if self.rollouts > 0 && is_wanted(SWE) {
+            rollouts = knees::rollouts(
+                &policies,
+                self.rollouts as usize,
+                self.seed,
+                self.threads.into(),
+            )?;
+            if !self.json {
+                println!(
+                    "{SWE}: 4 prefill and 6 decode workers, 1,024 rollouts at a time\n{}",
+                    report::table(&rollouts)
+                );
+            }
+            let per_min: Vec<_> = rollouts
+                .iter()
+                .map(|o| (o.policy.clone(), o.sessions_per_min()))
+                .collect();
+            verdicts.extend(Verdict::new(SWE, &per_min));
+        }
+        if self.json {
+            let named = rollouts
+                .iter()
+                .map(|o| (o.policy.clone(), swe::figures_json(o)));
+            let named: Map<_, _> = named.collect();
+            println!("{:#}", json!({"knees": knees::json_of(&all), SWE: named}));
+        } else {
+            print!("{}", knees::verdicts(&verdicts));
+        }
+        Ok(())
+    }
+}
+
+/// The experiment's name among the workloads.
+const SWE: &str = "swe-bench-pro";
 
 impl OutputArgs {
     fn write(&self, title: &str, about: &str, outcomes: &[Outcome]) -> io::Result<()> {
