@@ -53,6 +53,8 @@ pub struct Choice {
     pub matched_tokens: u64,
     /// Bytes to compute and requests before its first byte, itself counted.
     pub ahead: (u64, u32),
+    /// Bytes to compute of its own.
+    pub own_bytes: u64,
 }
 
 /// A policy with its state.
@@ -173,6 +175,7 @@ impl Policy {
                     reason: formula.kind().name(),
                     matched_tokens: chosen.hit_tokens,
                     ahead: (0, 0),
+                    own_bytes: 0,
                 });
             }
         }?;
@@ -187,6 +190,7 @@ impl Policy {
                 books.waiting_bytes(decision.slot) + fresh,
                 books.waiting(decision.slot) + 1,
             ),
+            own_bytes: fresh,
         })
     }
 
@@ -199,6 +203,7 @@ impl Policy {
                 Sample {
                     bytes,
                     requests,
+                    own_bytes: choice.own_bytes,
                     seconds,
                 },
             );

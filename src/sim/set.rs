@@ -139,7 +139,7 @@ pub fn generated(size: f64, seed: u64) -> Vec<Case> {
         Case {
             worker_count: 6,
             faults,
-            ..plain("heterogeneous", conversations(count(2500), seed), 2.0)
+            ..plain("heterogeneous", conversations(count(4000), seed), 2.0)
         },
     ]
 }
@@ -213,17 +213,17 @@ fn bimodal(count: usize, seed: u64) -> Workload {
     Workload::open(requests.collect::<Vec<_>>())
 }
 
-/// Two new conversations a second, of some eight turns.
+/// Five new conversations a second, of some six turns.
 fn conversations(count: usize, seed: u64) -> Workload {
     let mut rng = Rng::new(seed ^ 0xc0);
     let mut at = 0.0;
     let session = |index: usize| {
-        at += rng.exponential(0.5);
+        at += rng.exponential(0.2);
         let name = mix(0xc0de, index as u64);
         let mut content = Content::default();
         content.push(1, 2000);
-        content.push(mix(name, 1), rng.log_normal(1500.0, 0.8) as u32 + 1);
-        let turn_count = rng.log_normal(8.0, 0.6).ceil() as u64;
+        content.push(mix(name, 1), rng.log_normal(3000.0, 0.8) as u32 + 1);
+        let turn_count = rng.log_normal(6.0, 0.6).ceil() as u64;
         let mut turns = Vec::new();
         for turn in 0..turn_count {
             let output_tokens = rng.log_normal(150.0, 0.6) as u32 + 1;
@@ -231,14 +231,14 @@ fn conversations(count: usize, seed: u64) -> Workload {
                 pause: if turn == 0 {
                     0
                 } else {
-                    ns(rng.exponential(5.0))
+                    ns(rng.exponential(3.0))
                 },
                 content: Arc::new(content.clone()),
                 output_tokens,
             });
             content.push(
                 mix(name, 1),
-                output_tokens + rng.log_normal(600.0, 1.0) as u32,
+                output_tokens + rng.log_normal(1500.0, 1.0) as u32,
             );
         }
         Session {
