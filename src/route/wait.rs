@@ -118,7 +118,11 @@ struct Traffic {
 impl Traffic {
     fn add(&mut self, has_met: bool, own_s: f64) {
         let met = f64::from(u8::from(has_met));
-        for (sum, new) in [(&mut self.count, 1.0), (&mut self.met, met), (&mut self.own_s, own_s)] {
+        for (sum, new) in [
+            (&mut self.count, 1.0),
+            (&mut self.met, met),
+            (&mut self.own_s, own_s),
+        ] {
             *sum = *sum * TRAFFIC_DECAY + new;
         }
     }

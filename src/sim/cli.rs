@@ -45,8 +45,8 @@ struct SweArgs {
     /// Policies to compare
     #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
     policies: Vec<String>,
-    /// Rollouts in all; figures are taken while 1,024 run, so three times that is well
-    #[arg(long, value_name = "COUNT", default_value_t = 3072, value_parser = value_parser!(u32).range(3..=100_000))]
+    /// Rollouts in all; figures are taken while 1,024 run, so four times that is well
+    #[arg(long, value_name = "COUNT", default_value_t = 4096, value_parser = value_parser!(u32).range(3..=100_000))]
     rollouts: u32,
     /// Compare the gate and the rule under the thresholds 4/1.1, 32/1.5 and 64/1.5, too
     #[arg(long)]
