@@ -1,5 +1,6 @@
 //! The simulator against queueing theory, against itself, and against what was published.
 
+use std::process::Command;
 use std::sync::Arc;
 
 use corelane::route::Rng;
@@ -345,4 +346,55 @@ fn expected_wait_goes_as_far_as_cache_aware_least_loaded_and_llm_ds_sticky_on_a_
         let verdict = found.verdict().unwrap();
         assert!(verdict.ratio() > 0.95, "{}", knees::table(&found));
     }
+}
+
+/// Measures every label against its plot, in the page itself: what lies outside goes into the title.
+const MEASURE: &str = "<script>let n=0,out=0;for(const t of document.querySelectorAll('svg text')){n++;\
+    const b=t.getBoundingClientRect(),s=t.ownerSVGElement.getBoundingClientRect();\
+    if(b.left<s.left-1||b.right>s.right+1||b.top<s.top-1||b.bottom>s.bottom+1)out++}\
+    document.title=`labels ${n} outside ${out} plots ${document.querySelectorAll('svg').length} wide ${document.body.scrollWidth>innerWidth}`</script>";
+
+/// Headless, as a person's browser would draw it. Skipped, saying so, where there is no Chromium.
+#[test]
+fn the_page_of_plots_is_drawn_whole() {
+    let browsers = ["chromium", "chromium-browser", "google-chrome"];
+    let has = |name: &&&str| Command::new(name).arg("--version").output().is_ok();
+    let Some(browser) = browsers.iter().find(has) else {
+        return eprintln!("skipped: none of {browsers:?} is here");
+    };
+    let folder = std::env::temp_dir().join(format!("corelane-page-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let file = folder.join("page.html");
+    let made = Command::new(env!("CARGO_BIN_EXE_corelane"))
+        .args(["sim", "swe-bench-pro", "--rollouts", "30", "--html"])
+        .arg(&file)
+        .output();
+    assert!(made.unwrap().status.success());
+    let page = std::fs::read_to_string(&file).unwrap();
+    // Nothing is fetched, and every number is one.
+    assert!(!page.contains("http") && !page.contains("NaN") && !page.contains("inf\""));
+    std::fs::write(&file, page + MEASURE).unwrap();
+    let drawn = Command::new(browser)
+        .args([
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--window-size=1200,1600",
+            "--dump-dom",
+        ])
+        .arg(format!(
+            "--user-data-dir={}",
+            folder.join("profile").display()
+        ))
+        .arg(format!("file://{}", file.display()))
+        .output();
+    let drawn = String::from_utf8(drawn.unwrap().stdout).unwrap();
+    let _ = std::fs::remove_dir_all(&folder);
+    let title = drawn
+        .split("<title>")
+        .nth(1)
+        .and_then(|rest| rest.split('<').next());
+    // Four bar charts, two distributions, three plots over time for each of three policies.
+    let title = title.unwrap_or_default();
+    assert!(title.ends_with("outside 0 plots 15 wide false"), "{title}");
 }
