@@ -297,8 +297,9 @@ fn the_knee_of_one_worker_is_its_capacity() {
         );
     }
     // A worker of a tenth of the speed: the knee is below 1x.
-    let slow = Case {
+    let mut slow = Case {
         faults: vec![(0.0, 0, Fault::Pace(0.1))],
+        bound_s: 5.0,
         ..case
     };
     let found = knees::find(&slow, &policies, 1, 1).unwrap();
@@ -307,6 +308,11 @@ fn the_knee_of_one_worker_is_its_capacity() {
         "{}",
         knees::table(&found)
     );
+    // It takes longer than that for one alone.
+    slow.bound_s = 0.5;
+    slow.workload.sessions.truncate(200);
+    let found = knees::find(&slow, &policies, 1, 1).unwrap();
+    assert_eq!(found.all[0].factor, 0.0);
 }
 
 #[test]

@@ -1,10 +1,15 @@
-//! `expected_wait`: the worker on which this prompt is computed soonest, in seconds; nothing to weigh or to tune.
+//! `expected_wait`: the worker on which this prompt costs the least, in seconds of waiting; nothing to weigh or to tune.
 //!
-//! A prompt's wait on a worker is what waits there already, in bytes to compute and in requests, and its own bytes that
-//! the worker does not hold. What a byte and what a request cost there is learnt from requests whose first byte has come
-//! ([`Waits::observe`]), by least squares over the last hundred or so. So a worker with the prefix is kept for as long as
-//! its wait exceeds the shortest one by less than the prefix is worth; a worker that is slower, or becomes so, is worth
-//! less by itself. What cannot be told apart (a tenth, the error of the fit) is settled by requests in flight, then by lot.
+//! A prompt waits for what waits there already, in bytes to compute and in requests, and for its own bytes that the worker
+//! does not hold. What a byte and what a request cost there is learnt from requests whose first byte has come
+//! ([`Waits::observe`]), by least squares over the last hundred or so. And all who come before the worker is idle again wait
+//! for its own work, too: of a queue with arrivals at a rate r that is busy a share b of the time, x seconds of work behind a
+//! seconds of it add r x (a + x / 2) / (1 - b) to the waits of others (M/G/1). b is how often a request finds others waiting,
+//! r is b over the mean work of a request. So in an idle fleet a prefix is given up for a shorter wait, in a busy one hardly
+//! ever, as computing it again is what makes it busy. A worker that is slower, or becomes so, is worth less by itself. What
+//! cannot be told apart (a tenth, the error of the fit) is settled by requests in flight, then by lot.
+//!
+//! What it does not see: answers under way, and that they leave less room for prefixes.
 //!
 //! Before anything is known it chooses as `cache_aware`. A worker of which nothing is known counts as the mean of the
 //! others. Owned by one core, which learns from the requests it sent itself.

@@ -69,7 +69,13 @@ pub fn find(
             same_hit_rate: 0.0,
         })
     })?;
-    let same = SHARE * found.iter().map(|knee| knee.factor).fold(0.0, f64::max);
+    let furthest = found.iter().map(|knee| knee.factor).fold(0.0, f64::max);
+    // Where nobody meets the bound at any rate, 1x has to do.
+    let same = if furthest > 0.0 {
+        SHARE * furthest
+    } else {
+        1.0
+    };
     let workload = case.workload.clone().sped_up(same);
     let mut all = spread(&found, thread_count, |knee| {
         let outcome = run(&case.setup(&knee.policy, same, seed), &workload)?;
