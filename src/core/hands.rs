@@ -378,6 +378,7 @@ impl Hands<'_, '_> {
                             role: ask.role,
                             bytes: load.waiting_bytes,
                             requests: load.waiting,
+                            own_bytes: work_bytes,
                         }
                     };
                     return Some(Seat {
@@ -868,6 +869,7 @@ impl World for Hands<'_, '_> {
         let sample = route::Sample {
             bytes: ahead.bytes,
             requests: ahead.requests,
+            own_bytes: ahead.own_bytes,
             seconds: wait_ns as f64 / 1e9,
         };
         self.core.policies[ahead.role as usize]

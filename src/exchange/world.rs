@@ -60,6 +60,8 @@ pub struct Ahead {
     pub bytes: u64,
     /// Requests.
     pub requests: u32,
+    /// Of these bytes its own.
+    pub own_bytes: u64,
 }
 
 /// What an attempt tells of its worker. A 4xx is the client's doing and tells nothing.

@@ -1,10 +1,15 @@
-//! `expected_wait`: the worker on which this prompt is computed soonest, in seconds; nothing to weigh or to tune.
+//! `expected_wait`: the worker on which this prompt costs the least, in seconds of waiting; nothing to weigh or to tune.
 //!
-//! A prompt's wait on a worker is what waits there already, in bytes to compute and in requests, and its own bytes that
-//! the worker does not hold. What a byte and what a request cost there is learnt from requests whose first byte has come
-//! ([`Waits::observe`]), by least squares over the last hundred or so. So a worker with the prefix is kept for as long as
-//! its wait exceeds the shortest one by less than the prefix is worth; a worker that is slower, or becomes so, is worth
-//! less by itself. What cannot be told apart (a tenth, the error of the fit) is settled by requests in flight, then by lot.
+//! A prompt waits for what waits there already, in bytes to compute and in requests, and for its own bytes that the worker
+//! does not hold. What a byte and what a request cost there is learnt from requests whose first byte has come
+//! ([`Waits::observe`]), by least squares over the last hundred or so. And all who come before the worker is idle again wait
+//! for its own work, too: of a queue with arrivals at a rate r that is busy a share b of the time, x seconds of work behind a
+//! seconds of it add r x (a + x / 2) / (1 - b) to the waits of others (M/G/1). b is how often a request finds others waiting,
+//! r is b over the mean work of a request. So in an idle fleet a prefix is given up for a shorter wait, in a busy one hardly
+//! ever, as computing it again is what makes it busy. A worker that is slower, or becomes so, is worth less by itself. What
+//! cannot be told apart (a tenth, the error of the fit) is settled by requests in flight, then by lot.
+//!
+//! What it does not see: answers under way, and that they leave less room for prefixes.
 //!
 //! Before anything is known, and for decode, it chooses as `cache_aware`. A worker of which nothing is known counts as the mean of the
 //! others. Owned by one core, which learns from the requests it sent itself.
@@ -18,6 +23,8 @@ use super::reason::Reason;
 
 /// What an older sample weighs at each new one: the last hundred count.
 const DECAY: f64 = 0.99;
+/// The same for the whole fleet's traffic.
+const TRAFFIC_DECAY: f64 = 0.998;
 /// Samples before a worker's costs are believed.
 const SAMPLES_MIN: u32 = 8;
 /// Levels of matches that are looked at: holders of the longest, of the next shorter one, and so on.
@@ -33,6 +40,8 @@ pub struct Sample {
     pub bytes: u64,
     /// Requests.
     pub requests: u32,
+    /// Bytes to compute of its own.
+    pub own_bytes: u64,
     /// Seconds from the choice to the first byte.
     pub seconds: f64,
 }
@@ -98,6 +107,40 @@ pub struct Waits {
     costs: Vec<Option<(f64, f64)>>,
     /// The mean of those known.
     mean: Option<(f64, f64)>,
+    traffic: Traffic,
+}
+
+/// How busy the fleet is: decayed sums over the samples of all workers.
+#[derive(Clone, Copy, Debug, Default)]
+struct Traffic {
+    count: f64,
+    /// Requests that found others waiting.
+    met: f64,
+    /// Seconds that requests took of their own.
+    own_s: f64,
+}
+
+impl Traffic {
+    fn add(&mut self, has_met: bool, own_s: f64) {
+        let met = f64::from(u8::from(has_met));
+        for (sum, new) in [
+            (&mut self.count, 1.0),
+            (&mut self.met, met),
+            (&mut self.own_s, own_s),
+        ] {
+            *sum = *sum * TRAFFIC_DECAY + new;
+        }
+    }
+
+    /// Requests a second that come to a busy worker before it is idle again, for each second of work it has: arrivals
+    /// find a worker busy as often as it is (PASTA).
+    fn followers_per_s(&self) -> f64 {
+        if self.own_s <= 0.0 {
+            return 0.0;
+        }
+        let busy = (self.met + 0.5) / (self.count + 1.0);
+        busy / (1.0 - busy) * self.count / self.own_s
+    }
 }
 
 impl Waits {
@@ -111,6 +154,9 @@ impl Waits {
         self.fits[index].add(sample);
         self.costs[index] = self.fits[index].costs();
         self.sum_up();
+        if let Some(own_s) = self.seconds(slot, sample.own_bytes, 1) {
+            self.traffic.add(sample.requests > 1, own_s);
+        }
     }
 
     /// Another incarnation stands in this slot.
@@ -136,6 +182,18 @@ impl Waits {
         let own = self.costs.get(slot.index()).copied().flatten();
         let (byte, request) = own.or(self.mean)?;
         Some(bytes as f64 / BYTES_UNIT * byte + f64::from(requests) / REQUESTS_UNIT * request)
+    }
+}
+
+impl Waits {
+    /// What it costs all to send a request to a worker, in seconds: its own wait, and what its own work adds to the waits
+    /// of those who come before the worker is idle again.
+    fn price(&self, slot: Slot, ahead: (u64, u32), own_bytes: u64) -> Option<f64> {
+        let (bytes, requests) = ahead;
+        let ahead_s = self.seconds(slot, bytes, requests)?;
+        let own_s = self.seconds(slot, own_bytes, 1)?;
+        let followers = self.traffic.followers_per_s() * (ahead_s + own_s / 2.0);
+        Some(ahead_s + own_s * (1.0 + followers))
     }
 }
 
@@ -170,8 +228,8 @@ pub fn expected_wait<P: Prefixes, L: Loads>(
     let accept = |slot: Slot| candidates.contains(slot) && !exclude.contains(&slot);
     let entrant = |slot: Slot, blocks: usize| {
         let own = length_bytes.saturating_sub(bytes_of_blocks(blocks));
-        let bytes = loads.waiting_bytes(slot) + own;
-        let seconds = waits.seconds(slot, bytes, loads.waiting(slot) + 1)?;
+        let ahead = (loads.waiting_bytes(slot), loads.waiting(slot));
+        let seconds = waits.price(slot, ahead, own)?;
         let load = loads.load(slot);
         Some(Entrant {
             slot,

@@ -62,7 +62,8 @@ fn learnt(ms_a_mb: &[f64]) -> Waits {
         for n in 1..=20_u64 {
             let sample = Sample {
                 bytes: n * 100_000,
-                requests: (n * 7 % 11) as u32,
+                requests: 1,
+                own_bytes: n * 100_000,
                 seconds: n as f64 * 0.1 * ms / 1e3,
             };
             waits.observe(Slot(index as u16), sample);
@@ -97,6 +98,7 @@ fn the_costs_of_bytes_and_of_requests_are_told_apart() {
             Sample {
                 bytes,
                 requests,
+                own_bytes: 0,
                 seconds,
             },
         );
@@ -129,6 +131,29 @@ fn the_prefix_is_kept_while_the_wait_costs_less_than_it_is_worth() {
     // Who was tried is out.
     let other = choose(&fleet(0), &waits, 1_280_000, &[Slot(0)]).unwrap();
     assert_eq!(other.slot, Slot(1));
+}
+
+#[test]
+fn where_all_find_others_waiting_the_prefix_is_kept_longer() {
+    let mut waits = learnt(&[1000.0, 1000.0]);
+    let fleet = Fleet {
+        loads: vec![(9, 9, 1_000_000), (0, 0, 0)],
+        held: vec![4096 + 64, 0],
+    };
+    let chosen = |waits: &Waits| choose(&fleet, waits, 1_280_000, &[]).unwrap().slot;
+    // 1.0 + 0.5 seconds against 1.28.
+    assert_eq!(chosen(&waits), Slot(1));
+    for n in 0..200 {
+        let sample = Sample {
+            bytes: 200_000,
+            requests: 2,
+            own_bytes: 100_000,
+            seconds: 0.2,
+        };
+        waits.observe(Slot(n % 2), sample);
+    }
+    // For each second of work ahead many more come, who all wait for 0.5 seconds or for 1.28.
+    assert_eq!(chosen(&waits), Slot(0));
 }
 
 #[test]

@@ -9,6 +9,7 @@ use clap::{Args, Subcommand, value_parser};
 use serde_json::{Map, json};
 
 use super::engine::Speeds;
+use super::knees::Verdict;
 use super::policy::{self, AS_LOGGED};
 use super::replay::Replay;
 use super::swe_bench_pro as swe;
@@ -16,7 +17,7 @@ use super::tally::Outcome;
 use super::trace::{self, Format};
 use super::workload::Workload;
 use super::world::{Setup, run};
-use super::{gray, page, replay, report};
+use super::{gray, knees, page, replay, report, set};
 use crate::route::Settings;
 
 /// What another policy would do: fleets of simulated workers behind the real policies and books.
@@ -50,6 +51,9 @@ enum SimCommand {
         #[command(flatten)]
         args: ReplayArgs,
     },
+    /// How far each policy goes: the highest rate at which the first tokens stay in time, on every workload of the set, and
+    /// the rollouts a minute of swe-bench-pro
+    Knees(KneesArgs),
     /// The names of all policies
     Policies,
 }
@@ -91,8 +95,8 @@ struct SweArgs {
     /// Policies to compare
     #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
     policies: Vec<String>,
-    /// Rollouts in all; figures are taken while 1,024 run, so three times that is well
-    #[arg(long, value_name = "COUNT", default_value_t = 3072, value_parser = value_parser!(u32).range(3..=100_000))]
+    /// Rollouts in all; figures are taken while 1,024 run, so four times that is well
+    #[arg(long, value_name = "COUNT", default_value_t = 4096, value_parser = value_parser!(u32).range(3..=100_000))]
     rollouts: u32,
     /// Compare the gate and the rule under the thresholds 4/1.1, 32/1.5 and 64/1.5, too
     #[arg(long)]
@@ -152,6 +156,35 @@ struct TraceArgs {
 }
 
 #[derive(Args, Clone, Debug)]
+struct KneesArgs {
+    /// Folder of traces: mooncake-conversation.jsonl, mooncake-synthetic.jsonl, agent-miniswe/, azure-2023-conv.csv,
+    /// azure-2023-code.csv; what is not there is left out
+    #[arg(long, value_name = "DIR")]
+    traces: Option<PathBuf>,
+    /// Policies to compare; all by default
+    #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    policies: Vec<String>,
+    /// Only workloads whose name begins so
+    #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    workloads: Vec<String>,
+    /// Requests of a workload, as a share of their usual number
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = factor)]
+    size: f64,
+    /// Rollouts of swe-bench-pro; 0 leaves it out
+    #[arg(long, value_name = "COUNT", default_value_t = 2048)]
+    rollouts: u32,
+    /// Runs at a time; what comes out does not depend on it
+    #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = value_parser!(u16).range(1..=256))]
+    threads: u16,
+    /// Print JSON instead of tables
+    #[arg(long)]
+    json: bool,
+    /// Of all that is left to chance: the same gives the same
+    #[arg(long, value_name = "NUMBER", default_value_t = 1)]
+    seed: u64,
+}
+
+#[derive(Args, Clone, Debug)]
 struct OutputArgs {
     /// Print JSON instead of a table
     #[arg(long)]
@@ -192,6 +225,7 @@ impl SimArgs {
             SimCommand::Replay { file, args } => args.run(file),
             SimCommand::SweBenchPro(args) => args.run(),
             SimCommand::Trace(args) => args.run(),
+            SimCommand::Knees(args) => args.run().map_err(io::Error::other),
             SimCommand::GrayFailures(args) => {
                 let all = gray::tell(args.seed).map_err(io::Error::other)?;
                 match args.json {
@@ -382,6 +416,72 @@ fn has_room(workload: &Workload, speeds: &Speeds) -> io::Result<()> {
         speeds.kv_tokens
     )))
 }
+
+impl KneesArgs {
+    fn run(&self) -> Result<(), String> {
+        let policies: Vec<String> = match self.policies.is_empty() {
+            true => policy::names().map(String::from).collect(),
+            false => self.policies.clone(),
+        };
+        let is_wanted = |name: &str| {
+            self.workloads.is_empty()
+                || self
+                    .workloads
+                    .iter()
+                    .any(|begin| name.starts_with(begin.as_str()))
+        };
+        let (cases, missing) = set::cases(self.traces.as_deref(), self.size, self.seed)?;
+        for (name, path) in missing.iter().filter(|(name, _)| is_wanted(name)) {
+            eprintln!(
+                "left out, there is no {} (--traces): {name}",
+                path.display()
+            );
+        }
+        let mut all = Vec::new();
+        let mut verdicts = Vec::new();
+        for case in cases.iter().filter(|case| is_wanted(case.name)) {
+            let found = knees::find(case, &policies, self.seed, self.threads.into())?;
+            if !self.json {
+                println!("{}", knees::table(&found));
+            }
+            verdicts.extend(found.verdict());
+            all.push(found);
+        }
+        let mut rollouts = Vec::new();
+        if self.rollouts > 0 && is_wanted(SWE) {
+            rollouts = knees::rollouts(
+                &policies,
+                self.rollouts as usize,
+                self.seed,
+                self.threads.into(),
+            )?;
+            if !self.json {
+                println!(
+                    "{SWE}: 4 prefill and 6 decode workers, 1,024 rollouts at a time\n{}",
+                    report::table(&rollouts)
+                );
+            }
+            let per_min: Vec<_> = rollouts
+                .iter()
+                .map(|o| (o.policy.clone(), o.sessions_per_min()))
+                .collect();
+            verdicts.extend(Verdict::new(SWE, &per_min));
+        }
+        if self.json {
+            let named = rollouts
+                .iter()
+                .map(|o| (o.policy.clone(), swe::figures_json(o)));
+            let named: Map<_, _> = named.collect();
+            println!("{:#}", json!({"knees": knees::json_of(&all), SWE: named}));
+        } else {
+            print!("{}", knees::verdicts(&verdicts));
+        }
+        Ok(())
+    }
+}
+
+/// The experiment's name among the workloads.
+const SWE: &str = "swe-bench-pro";
 
 impl OutputArgs {
     fn write(&self, title: &str, about: &str, outcomes: &[Outcome]) -> io::Result<()> {

@@ -59,6 +59,18 @@ impl Content {
         self.runs.last().map_or(0, |run| run.end)
     }
 
+    /// The same in other words: each run under another name.
+    #[must_use]
+    pub fn renamed(&self, name: impl Fn(u64) -> u64) -> Content {
+        let run = |run: &Run| Run {
+            name: name(run.name),
+            ..*run
+        };
+        Content {
+            runs: self.runs.iter().map(run).collect(),
+        }
+    }
+
     /// Its length in bytes, as the router counts.
     pub fn bytes(&self) -> u64 {
         u64::from(self.tokens()) * TOKEN_BYTES

@@ -3,7 +3,7 @@
 //!
 //! Read it in this order: [`workload`] (who sends what; [`trace`] reads it from files, [`replay`] from a live router's decision log), [`router`] with [`policy`] (the real
 //! code, the gate that failed, and the formulas of other routers), [`engine`] with [`kv`] (a vLLM worker, as far as a router
-//! can tell), [`world`] (all put together), [`tally`] (what is counted). `report` and `page` show it, `judge` is the control
+//! can tell), [`world`] (all put together), [`tally`] (what is counted). [`knees`] says how far a policy goes on the workloads of [`set`]. `report` and `page` show it, `judge` is the control
 //! plane's detection. [`swe_bench_pro`] is the experiment that this router began with.
 //!
 //! It runs on the thread that calls it and touches nothing of a running router.
@@ -15,12 +15,14 @@ pub mod engine;
 mod formula;
 pub mod gray;
 mod judge;
+pub mod knees;
 pub mod kv;
 mod page;
 pub mod policy;
 pub mod replay;
 mod report;
 pub mod router;
+pub mod set;
 pub mod swe_bench_pro;
 pub mod tally;
 pub mod trace;

@@ -15,11 +15,16 @@ td,th{padding:.3em .6em;text-align:right;border-bottom:1px solid #dee2e6}td:firs
 svg{width:100%;height:auto;background:#fff}figure{margin:1em 0}figcaption{color:#495057;font-size:.92em}\
 .row{display:grid;grid-template-columns:1fr 1fr;gap:1em}text{font:11px system-ui,sans-serif;fill:#495057}";
 
+const WORDS: &str = "<p><small>Hit rate: prompt tokens that the worker had computed before and kept. TTFT: time to the first token of \
+an answer; ITL: time between two tokens; p50, p99: half, 99 of 100 are below. Queue: requests whose prompt waits or is computed, \
+mean. Imbalance: the busiest worker's requests over the mean, 1 is even. All but the plots over time: while the fleet is full, if the \
+run says so.</small></p>";
+
 /// Width, height and margins of a plot.
 const W: f64 = 520.0;
 const H: f64 = 230.0;
 const LEFT: f64 = 52.0;
-const RIGHT: f64 = 12.0;
+const RIGHT: f64 = 26.0;
 const TOP: f64 = 12.0;
 const BOTTOM: f64 = 34.0;
 
@@ -38,6 +43,7 @@ pub fn html(title: &str, about: &str, outcomes: &[Outcome]) -> String {
         escape(about)
     );
     page.push_str(&summary(outcomes));
+    page.push_str(WORDS);
     page.push_str("<h2>Policy against policy</h2><div class=\"row\">");
     type Measure = (&'static str, fn(&Outcome) -> f64);
     let bars: [Measure; 4] = [
@@ -64,17 +70,19 @@ pub fn html(title: &str, about: &str, outcomes: &[Outcome]) -> String {
     page.push_str("</div><h2>Distributions</h2><div class=\"row\">");
     let first = lines(outcomes, |o| cdf(|q| o.first_quantile(q)));
     page.push_str(&plot(
-        "Share of requests with their first token after so many seconds",
+        "Requests that have their first token after so many seconds, %",
         "seconds",
         &first,
+        100.0,
     ));
     let steps = lines(outcomes, |o| cdf(|q| o.step_quantile(q) * 1e3));
     page.push_str(&plot(
-        "Share of tokens that came so many milliseconds after the one before",
+        "Tokens that came at most so many milliseconds after the one before, %",
         "milliseconds",
         &steps,
+        100.0,
     ));
-    page.push_str("</div><h2>Each worker over time</h2>");
+    page.push_str("</div><h2>Each worker over time</h2><p>A line for each worker. The same scale under all policies.</p>");
     for outcome in outcomes {
         let _ = write!(
             page,
@@ -87,18 +95,20 @@ pub fn html(title: &str, about: &str, outcomes: &[Outcome]) -> String {
             ["worker", ""]
         };
         for (pool, name) in names.iter().enumerate().take(outcome.workers.len()) {
-            let loads = series(outcome, pool, |point| f64::from(point.in_flight));
+            let value = |point: &Point| f64::from(point.in_flight);
             page.push_str(&plot(
                 &format!("Requests in flight, {name} workers"),
                 "seconds",
-                &loads,
+                &series(outcome, pool, value),
+                most(outcomes, pool, value),
             ));
         }
-        let computed = series(outcome, 0, |point| point.computed_per_s / 1e3);
+        let value = |point: &Point| point.computed_per_s / 1e3;
         page.push_str(&plot(
             "Thousand prompt tokens computed per second",
             "seconds",
-            &computed,
+            &series(outcome, 0, value),
+            most(outcomes, 0, value),
         ));
         page.push_str("</div>");
     }
@@ -143,7 +153,7 @@ fn cdf(quantile: impl Fn(f64) -> f64) -> Vec<(f64, f64)> {
     let shares = (0..=100).map(|percent| f64::from(percent) / 100.0);
     shares
         .filter(|share| *share <= 0.99)
-        .map(|share| (quantile(share), share))
+        .map(|share| (quantile(share), share * 100.0))
         .collect()
 }
 
@@ -152,7 +162,7 @@ fn series(outcome: &Outcome, pool: usize, value: impl Fn(&Point) -> f64) -> Vec<
     let every = outcome.series.len().div_ceil(400).max(1);
     let count = outcome.workers[pool].len();
     let line = |worker: usize| Line {
-        name: worker.to_string(),
+        name: format!("worker {worker}"),
         colour: colour(worker),
         points: outcome
             .series
@@ -162,6 +172,23 @@ fn series(outcome: &Outcome, pool: usize, value: impl Fn(&Point) -> f64) -> Vec<
             .collect(),
     };
     (0..count).map(line).collect()
+}
+
+/// The greatest value under any policy.
+fn most(outcomes: &[Outcome], pool: usize, value: impl Fn(&Point) -> f64) -> f64 {
+    let points = outcomes.iter().flat_map(|outcome| &outcome.series);
+    let points = points.flat_map(|(_, pools)| &pools[pool]);
+    points.map(value).fold(0.0, f64::max)
+}
+
+/// The step between round numbers of which some four or five come to `most`.
+fn round_step(most: f64) -> f64 {
+    let decade = 10_f64.powf((most / 4.0).log10().floor());
+    let steps = [1.0, 2.0, 5.0, 10.0].map(|step| step * decade);
+    steps
+        .into_iter()
+        .find(|step| most / step <= 5.0)
+        .unwrap_or(most)
 }
 
 fn bar_chart(caption: &str, outcomes: &[Outcome], value: fn(&Outcome) -> f64) -> String {
@@ -187,26 +214,39 @@ fn bar_chart(caption: &str, outcomes: &[Outcome], value: fn(&Outcome) -> f64) ->
     svg + "</svg></figure>"
 }
 
-fn plot(caption: &str, x_name: &str, lines: &[Line]) -> String {
+/// `y_max`: where the scale ends.
+fn plot(caption: &str, x_name: &str, lines: &[Line], y_max: f64) -> String {
     let all = || lines.iter().flat_map(|line| &line.points);
     let x_max = all().map(|point| point.0).fold(0.0, f64::max).max(1e-9);
-    let y_max = all().map(|point| point.1).fold(0.0, f64::max).max(1e-9);
+    let y_max = y_max.max(1e-9);
     let x = |value: f64| LEFT + value / x_max * (W - LEFT - RIGHT);
     let y = |value: f64| H - BOTTOM - value / y_max * (H - TOP - BOTTOM);
     let mut svg =
         format!("<figure><figcaption>{caption}</figcaption><svg viewBox=\"0 0 {W} {H}\">");
-    for tick in 0..=4 {
-        let share = f64::from(tick) / 4.0;
-        let (at_x, at_y) = (x(share * x_max), y(share * y_max));
+    let ticks = |most: f64| {
+        let step = round_step(most);
+        (0..)
+            .map(move |n| f64::from(n) * step)
+            .take_while(move |at| *at <= most * 1.0001)
+    };
+    for tick in ticks(y_max) {
+        let at = y(tick);
         let _ = write!(
             svg,
-            "<line x1=\"{LEFT}\" x2=\"{}\" y1=\"{at_y:.1}\" y2=\"{at_y:.1}\" stroke=\"#e9ecef\"/><text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{}</text><text x=\"{at_x:.1}\" y=\"{}\" text-anchor=\"middle\">{}</text>",
+            "<line x1=\"{LEFT}\" x2=\"{}\" y1=\"{at:.1}\" y2=\"{at:.1}\" stroke=\"#e9ecef\"/><text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
             W - RIGHT,
             LEFT - 5.0,
-            at_y + 4.0,
-            short(share * y_max),
+            at + 4.0,
+            plain(tick),
+        );
+    }
+    for tick in ticks(x_max) {
+        let _ = write!(
+            svg,
+            "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{}</text>",
+            x(tick),
             H - BOTTOM + 14.0,
-            short(share * x_max),
+            plain(tick),
         );
     }
     let _ = write!(
@@ -238,6 +278,12 @@ fn plot(caption: &str, x_name: &str, lines: &[Line]) -> String {
         );
     }
     svg + "</figcaption></figure>"
+}
+
+/// A round number without digits that say nothing.
+fn plain(value: f64) -> String {
+    let text = format!("{value:.4}");
+    text.trim_end_matches('0').trim_end_matches('.').to_string()
 }
 
 fn short(value: f64) -> String {

@@ -56,6 +56,8 @@ pub struct Choice {
     pub matched_tokens: u64,
     /// Bytes to compute and requests before its first byte, itself counted.
     pub ahead: (u64, u32),
+    /// Bytes to compute of its own.
+    pub own_bytes: u64,
 }
 
 /// A policy with its state.
@@ -203,6 +205,7 @@ impl Policy {
                     reason: formula.kind().name(),
                     matched_tokens: chosen.hit_tokens,
                     ahead: (0, 0),
+                    own_bytes: 0,
                 });
             }
         }?;
@@ -217,6 +220,7 @@ impl Policy {
                 books.waiting_bytes(decision.slot) + fresh,
                 books.waiting(decision.slot) + 1,
             ),
+            own_bytes: fresh,
         })
     }
 
@@ -229,6 +233,7 @@ impl Policy {
                 Sample {
                     bytes,
                     requests,
+                    own_bytes: choice.own_bytes,
                     seconds,
                 },
             );

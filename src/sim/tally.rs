@@ -88,6 +88,8 @@ pub struct Outcome {
     pub ends: Vec<Ns>,
     /// Times detection took a worker out: when, and its pool and place.
     pub outs: Vec<(Ns, (usize, usize))>,
+    /// Too many first tokens were late, and the run was ended.
+    pub is_late: bool,
     /// Events that were worked off.
     pub events: u64,
 }

@@ -38,6 +38,15 @@ pub struct Planned {
     pub fault: Fault,
 }
 
+/// How many first tokens may come how late.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Late {
+    /// Late is what comes after so many seconds.
+    pub after_s: f64,
+    /// So many may.
+    pub count: usize,
+}
+
 /// A fleet and what chooses in front of it.
 #[derive(Clone, Debug)]
 pub struct Setup {
@@ -61,6 +70,8 @@ pub struct Setup {
     pub sample_s: f64,
     /// Nothing goes on after that many seconds: what then runs is failed. 0: no end.
     pub end_s: f64,
+    /// Nothing goes on when too many first tokens were late ([`Outcome::is_late`]): what then runs is failed.
+    pub late: Option<Late>,
     /// Of all that is left to chance.
     pub seed: u64,
     /// For the policy `as_logged`.
@@ -81,6 +92,7 @@ impl Setup {
             window: Window::WHOLE,
             sample_s: 1.0,
             end_s: 0.0,
+            late: None,
             seed: 1,
             logged: None,
         }
@@ -147,6 +159,8 @@ struct World<'a> {
     judge: Option<Judge>,
     /// Requests that found nobody.
     homeless: Vec<usize>,
+    /// First tokens that were late.
+    late_count: usize,
     is_over: bool,
 }
 
@@ -197,6 +211,7 @@ impl<'a> World<'a> {
             next_session: 0,
             live_sessions: 0,
             homeless: Vec::new(),
+            late_count: 0,
             is_over: false,
         })
     }
@@ -540,7 +555,13 @@ impl<'a> World<'a> {
         }
         if !request.has_first {
             request.has_first = true;
-            self.tally.first(secs(now - request.sent));
+            let seconds = secs(now - request.sent);
+            self.tally.first(seconds);
+            if let Some(late) = self.setup.late.filter(|late| seconds > late.after_s) {
+                self.late_count += 1;
+                self.tally.outcome.is_late = self.late_count > late.count;
+                self.is_over |= self.tally.outcome.is_late;
+            }
         }
         if pool == PREFILL {
             self.prefilled(id);
