@@ -30,9 +30,19 @@
 //! # What comes out
 //!
 //! The mechanism: where the gate is open the least loaded gets everything, prompts meet a worker again only every fourth turn,
-//! copies of everybody push each other out, and the prefill queue grows. `corelane sim swe-bench-pro --sweep`:
+//! copies of everybody push each other out, and the prefill queue grows. `corelane sim swe-bench-pro` says:
 //!
-//! RESULTS
+//! | | hit % | computed % | tokens/rollout | prefill queue | rollouts/min |
+//! |---|---|---|---|---|---|
+//! | gate, published | 68.5 | 31.5 | 2.14 M | 653 | 11.5 |
+//! | gate, simulated | 72.3 | 27.7 | 1.86 M | 633 | 11.1 |
+//! | rule, published | 88.9 | 11.1 | 675 k | 193 | 22.2 |
+//! | rule, simulated | 88.7 | 11.3 | 758 k | 204 | 20.1 |
+//!
+//! 4,096 rollouts, seed 1: each figure within 15 %, 1.81 times the throughput. Close by there are two states of the rule's arm,
+//! one with a queue and one without: with a KV cache of 46 M tokens and rollouts that begin over 50 minutes it computes 818 k
+//! tokens and has a queue of 256. With thresholds of 32 and 1.5, or 64 and 1.5, neither arm ever has a queue to speak of: both keep
+//! every prefix.
 
 use std::fmt::Write as _;
 
