@@ -1,6 +1,9 @@
 //! How far each policy goes: the highest rate of a workload at which 99 of 100 requests have their first token within a
 //! bound. That is its throughput at equal time to the first token. Rates are tried on a grid of 1 %, the same for all
 //! policies; a run that has missed its bound is not finished.
+//!
+//! No policy here is an oracle: each gets what its own router books or scrapes. The scraped share of the KV cache in use is
+//! fresh at every choice, which no scrape is; that is in favour of `llmd_weighted`, `smg_drain` and `preble`.
 
 use std::fmt::Write as _;
 
