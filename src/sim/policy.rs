@@ -192,6 +192,7 @@ impl Policy {
                     reason: AS_LOGGED,
                     matched_tokens: 0,
                     ahead: (0, 0),
+                    own_bytes: 0,
                 });
             }
             Policy::Formula(formula) => {
