@@ -42,8 +42,8 @@
 //!
 //! 4,096 rollouts, seed 1: each figure within 15 %, 1.8 times the throughput (seed 2: the same, 771 k and 217 for the rule, 1.79 times). Close by there are two states of the rule's arm,
 //! one with a queue and one without: with a KV cache of 46 M tokens and rollouts that begin over 50 minutes it computes 818 k
-//! tokens and has a queue of 256. There, with thresholds of 32 and 1.5 or of 64 and 1.5, both arms have a queue of 5 and keep
-//! every prefix.
+//! tokens and has a queue of 256. With thresholds of 32 and 1.5, or of 64 and 1.5 (`--sweep`), both arms compute 2.7 %, have a
+//! queue of 5 and end 22.7 rollouts a minute.
 
 use std::fmt::Write as _;
 
