@@ -135,6 +135,18 @@ impl Fate {
         Fate::Unfit(Unfit::Tokenizer),
     ];
 
+    /// What vllm-router's `kv_routing_inputs_total` calls a prompt that got no tokens.
+    pub fn routing_input(self) -> Option<&'static str> {
+        match self {
+            Fate::Made => None,
+            Fate::Late | Fate::Full => Some("preparation_unavailable"),
+            Fate::TooLong | Fate::Unfit(Unfit::Request) => Some("unsupported_input"),
+            Fate::Unfit(Unfit::Media) => Some("multimodal_input"),
+            Fate::Unfit(Unfit::Template | Unfit::Model) => Some("render_unavailable"),
+            Fate::Unfit(Unfit::Tokenizer) => Some("preparation_rejected"),
+        }
+    }
+
     /// The label in metrics.
     pub fn label(self) -> &'static str {
         match self {

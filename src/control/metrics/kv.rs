@@ -9,7 +9,6 @@ use super::{Scrape, WorkerView};
 use crate::control::kv::SourceView;
 use crate::route::{PolicyKind, Reason, Role, Trust};
 use crate::shared::{Affinity, KvStats};
-use crate::tokenize::{Fate, Unfit};
 
 /// A counter of a worker's events: name, help, and where it is read.
 type Told = (&'static str, &'static str, fn(&SourceView) -> u64);
@@ -18,18 +17,6 @@ type Told = (&'static str, &'static str, fn(&SourceView) -> u64);
 fn is_of(source: &SourceView, worker: &WorkerView) -> bool {
     let rest = worker.url.strip_prefix(&*source.worker);
     rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('@'))
-}
-
-/// What `kv_routing_inputs_total` calls a prompt of text that got no tokens.
-fn input_result(fate: Fate) -> Option<&'static str> {
-    match fate {
-        Fate::Made => None,
-        Fate::Late | Fate::Full => Some("preparation_unavailable"),
-        Fate::TooLong | Fate::Unfit(Unfit::Request) => Some("unsupported_input"),
-        Fate::Unfit(Unfit::Media) => Some("multimodal_input"),
-        Fate::Unfit(Unfit::Template | Unfit::Model) => Some("render_unavailable"),
-        Fate::Unfit(Unfit::Tokenizer) => Some("preparation_rejected"),
-    }
 }
 
 impl Scrape {
@@ -159,7 +146,7 @@ impl Scrape {
             Some(desk) => {
                 let mut untold = without;
                 for (fate, count) in desk.fates() {
-                    let Some(result) = input_result(fate) else {
+                    let Some(result) = fate.routing_input() else {
                         continue;
                     };
                     untold = untold.saturating_sub(count);
