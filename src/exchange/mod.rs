@@ -1378,13 +1378,14 @@ impl Session {
             world.recycle(std::mem::take(&mut exchange.message));
             exchange.body_held.release();
         }
+        let is_between = exchange.outgoing.is_between_chunks();
         let joined = join(exchange, rest, &mut out);
         world.send(out);
         let added = world.clock_ns().saturating_sub(now);
         world.record_added(added);
         let Ok(progress) = joined else {
             sign(exchange, world, Sign::Failed);
-            return self.break_off(world);
+            return self.break_off_at(world, is_between);
         };
         explain::count(exchange, &rest[..progress.consumed]);
         if progress.done {
@@ -1411,6 +1412,7 @@ impl Session {
         let bytes = &piece.as_ref()[from..];
         let piece_len = bytes.len();
         explain::count(exchange, bytes);
+        let is_between = exchange.outgoing.is_between_chunks();
         let progress = if exchange.relay == Relay::AsIs {
             let result = exchange.outgoing.feed(bytes, |_| {});
             if let Ok(progress) = &result
@@ -1433,7 +1435,7 @@ impl Session {
         match progress {
             Err(body::Broken) => {
                 sign(exchange, world, Sign::Failed);
-                self.break_off(world);
+                self.break_off_at(world, is_between);
             }
             Ok(progress) if progress.done => {
                 exchange.worker_keeps &= progress.consumed == piece_len;
@@ -1482,6 +1484,14 @@ impl Session {
     /// one that says so, then the connection ends with the body unended. Where only the connection's end would end the
     /// body, it is a reset.
     fn break_off<W: World>(&mut self, world: &mut W) {
+        let exchange = self.exchange.as_ref();
+        let is_between = exchange.is_some_and(|x| x.outgoing.is_between_chunks());
+        self.break_off_at(world, is_between);
+    }
+
+    /// The same; `is_between`: the client has got whole chunks of the worker's only. A piece that breaks framing is not passed on,
+    /// so what it did to the state does not count.
+    fn break_off_at<W: World>(&mut self, world: &mut W, is_between: bool) {
         let Some(exchange) = self.exchange.take() else {
             return;
         };
@@ -1489,7 +1499,7 @@ impl Session {
         let relay = exchange.relay;
         let takes_event = match relay {
             // Between chunks of the worker's; ours are whole.
-            Relay::AsIs => exchange.outgoing.is_between_chunks(),
+            Relay::AsIs => is_between,
             Relay::Chunks => true,
             Relay::Unframed | Relay::Nothing => false,
         };
