@@ -1254,6 +1254,25 @@ async fn a_request_whose_worker_refuses_connections_goes_to_another() {
     until_books_are_empty(&router).await;
 }
 
+/// The event that says that a stream broke off stands between chunks or nowhere: never within one that had gone out by half.
+#[tokio::test]
+async fn an_answer_whose_chunks_break_within_one_ends_there() {
+    let worker = Worker::start().await;
+    let head =
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
+    worker.script(move |_| Reply {
+        raw: Some([&head[..], b"7\r\nda"].concat()),
+        pieces: vec![(Duration::from_millis(50), b"ta: 1\r\n\0".to_vec())],
+        ..Reply::default()
+    });
+    let router = router(&[&worker], &["--cores", "1"]).await;
+    let mut client = Client::open(router.address).await;
+    client.send(&post(CHAT, &chat("x"))).await;
+    let (bytes, _) = client.rest().await;
+    assert!(bytes.ends_with(b"\r\n\r\n7\r\nda"), "{}", text(&bytes));
+    until_books_are_empty(&router).await;
+}
+
 /// vLLM keeps responses in the process that made them. Of a fleet larger than the number of retries, and without counting any.
 #[tokio::test]
 async fn a_stored_response_is_found_on_whichever_worker_keeps_it() {

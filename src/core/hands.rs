@@ -644,7 +644,8 @@ impl World for Hands<'_, '_> {
         self.core.adopt(self.turn, session, trace);
     }
 
-    fn begin_exchange(&mut self, request_id: &[u8], explains: bool) -> bool {
+    fn begin_exchange(&mut self, route: Route, request_id: &[u8], explains: bool) -> bool {
+        self.core.stats().begun[route as usize].add(1);
         self.begin_trace(request_id, explains)
     }
 
@@ -808,10 +809,6 @@ impl World for Hands<'_, '_> {
 
     fn count_resend(&mut self) {
         self.core.stats().resends.add(1);
-    }
-
-    fn count_begun(&mut self, route: Route) {
-        self.core.stats().begun[route as usize].add(1);
     }
 
     fn count_retry(&mut self, route: Route, attempt: u32) {

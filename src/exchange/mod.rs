@@ -792,7 +792,7 @@ impl Session {
         message.extend_from_slice(b"\r\n");
         let now = world.now_ns();
         let counted = explain::Counted {
-            has_events: world.begin_exchange(&request_id, explains != explain::Explains::No),
+            has_events: world.begin_exchange(route, &request_id, explains != explain::Explains::No),
             ..Default::default()
         };
         let exchange = Exchange {
@@ -858,9 +858,6 @@ impl Session {
             request,
         };
         self.exchange = Some(Box::new(exchange));
-        if route != Route::Admin {
-            world.count_begun(route);
-        }
         self.admit(world, permitted);
     }
 
@@ -1378,14 +1375,13 @@ impl Session {
             world.recycle(std::mem::take(&mut exchange.message));
             exchange.body_held.release();
         }
-        let is_between = exchange.outgoing.is_between_chunks();
         let joined = join(exchange, rest, &mut out);
         world.send(out);
         let added = world.clock_ns().saturating_sub(now);
         world.record_added(added);
         let Ok(progress) = joined else {
             sign(exchange, world, Sign::Failed);
-            return self.break_off_at(world, is_between);
+            return self.break_off(world);
         };
         explain::count(exchange, &rest[..progress.consumed]);
         if progress.done {
@@ -1412,7 +1408,6 @@ impl Session {
         let bytes = &piece.as_ref()[from..];
         let piece_len = bytes.len();
         explain::count(exchange, bytes);
-        let is_between = exchange.outgoing.is_between_chunks();
         let progress = if exchange.relay == Relay::AsIs {
             let result = exchange.outgoing.feed(bytes, |_| {});
             if let Ok(progress) = &result
@@ -1435,7 +1430,7 @@ impl Session {
         match progress {
             Err(body::Broken) => {
                 sign(exchange, world, Sign::Failed);
-                self.break_off_at(world, is_between);
+                self.break_off(world);
             }
             Ok(progress) if progress.done => {
                 exchange.worker_keeps &= progress.consumed == piece_len;
@@ -1484,14 +1479,6 @@ impl Session {
     /// one that says so, then the connection ends with the body unended. Where only the connection's end would end the
     /// body, it is a reset.
     fn break_off<W: World>(&mut self, world: &mut W) {
-        let exchange = self.exchange.as_ref();
-        let is_between = exchange.is_some_and(|x| x.outgoing.is_between_chunks());
-        self.break_off_at(world, is_between);
-    }
-
-    /// The same; `is_between`: the client has got whole chunks of the worker's only. A piece that breaks framing is not passed on,
-    /// so what it did to the state does not count.
-    fn break_off_at<W: World>(&mut self, world: &mut W, is_between: bool) {
         let Some(exchange) = self.exchange.take() else {
             return;
         };
@@ -1499,7 +1486,7 @@ impl Session {
         let relay = exchange.relay;
         let takes_event = match relay {
             // Between chunks of the worker's; ours are whole.
-            Relay::AsIs => is_between,
+            Relay::AsIs => exchange.outgoing.is_between_chunks(),
             Relay::Chunks => true,
             Relay::Unframed | Relay::Nothing => false,
         };

@@ -181,9 +181,9 @@ pub trait World {
     /// A fresh request id, appended.
     fn make_request_id(&mut self, route: Route, out: &mut Vec<u8>);
 
-    /// A request has begun. `explains`: it wants to be told why its worker was chosen. `true`: the events of its answer are to
-    /// be counted.
-    fn begin_exchange(&mut self, _request_id: &[u8], _explains: bool) -> bool {
+    /// A request has begun; [`World::record`] follows at its end, but for an admin path's. `explains`: it wants to be told why
+    /// its worker was chosen. `true`: the events of its answer are to be counted.
+    fn begin_exchange(&mut self, _route: Route, _request_id: &[u8], _explains: bool) -> bool {
         false
     }
     /// Appends what was decided for it, as one line of JSON; `names`: with the workers' URLs.
@@ -280,8 +280,6 @@ pub trait World {
     fn may_retry(&mut self) -> bool;
     /// A reused connection had died; the request was sent again.
     fn count_resend(&mut self);
-    /// A request's head has come; [`World::record`] follows at its end.
-    fn count_begun(&mut self, _route: Route) {}
     /// The request went to another worker, for the so-manieth time.
     fn count_retry(&mut self, route: Route, attempt: u32);
     /// Something happened to a request in two legs.

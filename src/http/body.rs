@@ -131,8 +131,17 @@ impl Body {
     /// Takes the next bytes; `data` gets each run of them that is content.
     ///
     /// # Errors
-    /// The chunk framing is broken: nothing after it can be trusted.
-    pub fn feed(&mut self, bytes: &[u8], mut data: impl FnMut(&[u8])) -> Result<Progress, Broken> {
+    /// The chunk framing is broken: nothing after it can be trusted, and the body is where it was before these bytes.
+    pub fn feed(&mut self, bytes: &[u8], data: impl FnMut(&[u8])) -> Result<Progress, Broken> {
+        let before = *self;
+        let result = self.follow(bytes, data);
+        if result.is_err() {
+            *self = before;
+        }
+        result
+    }
+
+    fn follow(&mut self, bytes: &[u8], mut data: impl FnMut(&[u8])) -> Result<Progress, Broken> {
         match &mut self.state {
             State::Done => Ok(Progress {
                 consumed: 0,
@@ -319,6 +328,18 @@ mod tests {
                 "pieces of {piece}"
             );
         }
+    }
+
+    /// Its first half has gone on to somebody, who is in the middle of a chunk: what breaks the framing does not, and changes
+    /// nothing.
+    #[test]
+    fn a_piece_that_breaks_the_framing_leaves_the_body_where_it_was() {
+        let mut body = Body::new(Framing::Chunked);
+        body.feed(b"7\r\nda", |_| {}).unwrap();
+        let before = body;
+        assert_eq!(body.feed(b"ta: 1\r\n\0", |_| {}), Err(Broken));
+        assert_eq!(body, before);
+        assert!(!body.is_between_chunks());
     }
 
     #[test]
