@@ -121,9 +121,8 @@ fn recovery_ns_max(kind: Kind) -> u64 {
         // The longest Retry-After here is 2 s.
         Kind::Status503 | Kind::Paused503 | Kind::Status429 => 5,
         Kind::IdleClosed | Kind::AllSlow => 5,
-        // A trial that was under way fails with the fault's end at the latest: twice the first pause of 10 s, and a place among
-        // the others.
-        Kind::Hang | Kind::Silent | Kind::Slow | Kind::AllSilent => 22,
+        // The first pause of 10 s, which begins at the latest when the fault ends, and what is still silent then.
+        Kind::Hang | Kind::Silent | Kind::Slow | Kind::AllSilent => 20,
         // The breaker's time (3 s here).
         _ => 6,
     };

@@ -260,6 +260,8 @@ enum State {
 #[derive(Clone, Copy, Debug)]
 struct Trial {
     why: Why,
+    /// It began before the pause was over, on a sign of life: that it fails says nothing of the pause.
+    is_early: bool,
     load_max: u32,
     /// Counters when it began.
     good_base: u64,
@@ -278,6 +280,7 @@ impl Trial {
     fn new(why: Why, seen: &Observation, good_base: u64) -> Trial {
         Trial {
             why,
+            is_early: false,
             load_max: seen.in_flight,
             good_base,
             bad_base: seen.trials_bad,
@@ -477,9 +480,11 @@ impl<K> Worker<K> {
     }
 
     /// A trial showed that nothing has changed.
-    fn go_out_again(&mut self, why: Why, now: Duration) {
-        self.pause = (self.pause * 2).min(PAUSE_MAX);
-        self.go_out(why, now);
+    fn go_out_again(&mut self, trial: Trial, now: Duration) {
+        if !trial.is_early {
+            self.pause = (self.pause * 2).min(PAUSE_MAX);
+        }
+        self.go_out(trial.why, now);
     }
 
     fn try_out(&mut self, why: Why, good_base: u64) {
@@ -783,7 +788,9 @@ impl<K: Copy + PartialEq> Standings<K> {
                     worker.come_back(now);
                 }
                 Why::Stalled if worker.has_progress || now - since >= worker.pause => {
-                    worker.try_out(why, worker.seen.trials_good);
+                    let is_early = now - since < worker.pause;
+                    let trial = Trial::new(why, &worker.seen, worker.seen.trials_good);
+                    worker.state = State::Trial(Trial { is_early, ..trial });
                 }
                 Why::Stalled => {}
                 Why::Degraded if worker.speed.is_recovered() && !worker.has_slow_answers => {
@@ -820,7 +827,7 @@ impl<K: Copy + PartialEq> Standings<K> {
             Why::Refused if is_bad => worker.go_out(why, now),
             Why::Refused if good > 0 => worker.come_back(now),
             Why::Refused => {}
-            Why::Stalled | Why::Degraded if is_bad || is_stuck => worker.go_out_again(why, now),
+            Why::Stalled | Why::Degraded if is_bad || is_stuck => worker.go_out_again(trial, now),
             Why::Stalled => {
                 let completions =
                     worker.seen.completions - trial.completions_base.min(worker.seen.completions);
@@ -833,7 +840,7 @@ impl<K: Copy + PartialEq> Standings<K> {
             Why::Degraded => match worker.weigh_degraded(good, &self.config) {
                 Weight::Well => worker.come_back(now),
                 Weight::Slow => {
-                    worker.go_out_again(why, now);
+                    worker.go_out_again(trial, now);
                     worker.weigh_trials();
                 }
                 Weight::Open => {}

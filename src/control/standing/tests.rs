@@ -697,6 +697,26 @@ fn a_stalled_worker_that_lost_all_its_requests_is_tried_and_comes_back() {
     assert!(feed.is_good(0));
 }
 
+/// What is left of before its stall may still come: a trial begins at once, and says nothing of the pause when it fails.
+#[test]
+fn a_trial_on_a_sign_of_life_that_fails_makes_the_next_pause_no_longer() {
+    let mut feed = Feed::regular(3);
+    let peers = |feed: &mut Feed| (1..3).for_each(|key| feed.serve(key, 20, 3));
+    feed.run(30.0, |feed| (0..3).for_each(|key| feed.serve(key, 20, 3)));
+    feed.seconds_until_out(0, 10.0, peers);
+    feed.of(0).pieces += 1;
+    feed.tick();
+    assert!(matches!(feed.standing(0), Standing::Trial { .. }));
+    feed.of(0).in_flight = 0;
+    feed.of(0).trials_bad += 1;
+    feed.tick();
+    assert_eq!(feed.why(0), Some(Why::Stalled));
+    feed.run(9.5, peers);
+    assert_eq!(feed.why(0), Some(Why::Stalled));
+    feed.run(1.0, peers);
+    assert!(matches!(feed.standing(0), Standing::Trial { .. }));
+}
+
 /// All workers become 10 times slower, once and for all: at several rhythms, with random gaps.
 #[test]
 fn uniform_overload_ejects_nobody() {
