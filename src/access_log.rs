@@ -4,19 +4,19 @@
 //! What does not fit, or is more than `--access-log-lines-per-sec`, is dropped, counted, and told in a line of its own, so
 //! that an attack fills no disk. Query strings, bodies and fields of requests are never in it, so no secret is.
 
-use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crossbeam::queue::ArrayQueue;
 use serde_json::{Map, Value, json};
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+
+use crate::log_thread::{LogThread, Signals, append_to};
 
 /// Lines that may wait to be written.
 const QUEUE_COUNT: usize = 16_384;
@@ -155,9 +155,7 @@ pub struct AccessLog {
     /// Lines of this second that may still be written.
     left: AtomicU64,
     lines_per_sec: u64,
-    is_over: AtomicBool,
-    /// The file is to be opened anew: it may have been moved away.
-    is_reopening: AtomicBool,
+    signals: Arc<Signals>,
 }
 
 impl AccessLog {
@@ -169,8 +167,7 @@ impl AccessLog {
             dropped_count: AtomicU64::new(0),
             left: AtomicU64::new(lines_per_sec),
             lines_per_sec,
-            is_over: AtomicBool::new(false),
-            is_reopening: AtomicBool::new(false),
+            signals: Arc::default(),
         }
     }
 
@@ -191,8 +188,7 @@ impl AccessLog {
 
     /// The file is opened anew before the next line.
     pub fn reopen(&self) {
-        // ORDERING: Relaxed; a hint that is looked at soon.
-        self.is_reopening.store(true, Ordering::Relaxed);
+        self.signals.reopen();
     }
 
     /// What was dropped since the last time, as a line.
@@ -207,61 +203,17 @@ impl AccessLog {
     }
 }
 
-/// The thread that writes. Dropping it writes what is left and ends it.
-#[derive(Debug)]
-pub struct AccessWriter {
-    log: Arc<AccessLog>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl AccessWriter {
-    /// Starts it. `path`: none: standard output.
-    ///
-    /// # Errors
-    /// The file cannot be opened for appending, or there is no thread to be had.
-    pub fn start(log: Arc<AccessLog>, path: Option<PathBuf>) -> io::Result<AccessWriter> {
-        let sink = open(path.as_deref())?;
-        let for_thread = log.clone();
-        let thread = std::thread::Builder::new()
-            .name("access-log".to_owned())
-            .spawn(move || run(&for_thread, sink, path.as_deref()))?;
-        Ok(AccessWriter {
-            log,
-            thread: Some(thread),
-        })
-    }
-}
-
-impl Drop for AccessWriter {
-    fn drop(&mut self) {
-        // ORDERING: Release pairs with the writer's Acquire: it sees all lines that were put before.
-        self.log.is_over.store(true, Ordering::Release);
-        if let Some(thread) = self.thread.take() {
-            thread.thread().unpark();
-            let _ = thread.join();
-        }
-    }
-}
-
-fn open(path: Option<&Path>) -> io::Result<Box<dyn Write + Send>> {
-    Ok(match path {
-        None => Box::new(io::stdout()),
-        Some(path) => {
-            let file: File = OpenOptions::new().create(true).append(true).open(path)?;
-            Box::new(file)
-        }
-    })
-}
-
-fn run(log: &AccessLog, sink: Box<dyn Write + Send>, path: Option<&Path>) {
-    let mut out = BufWriter::new(sink);
+/// Starts the thread that writes. `path`: none: standard output.
+///
+/// # Errors
+/// The file cannot be opened for appending, or there is no thread to be had.
+pub fn start(log: Arc<AccessLog>, path: Option<PathBuf>) -> io::Result<LogThread> {
+    let mut out = BufWriter::new(open(path.as_deref())?);
     let mut pauses = 0;
-    loop {
-        // ORDERING: Acquire pairs with the drop's Release.
-        let is_over = log.is_over.load(Ordering::Acquire);
-        // ORDERING: Relaxed; hints.
-        if log.is_reopening.swap(false, Ordering::Relaxed) {
-            match open(path) {
+    let signals = log.signals.clone();
+    LogThread::start("access-log", signals, PAUSE, move |turn| {
+        if turn.reopens {
+            match open(path.as_deref()) {
                 Ok(sink) => {
                     let _ = out.flush();
                     out = BufWriter::new(sink);
@@ -276,19 +228,23 @@ fn run(log: &AccessLog, sink: Box<dyn Write + Send>, path: Option<&Path>) {
             }
         }
         pauses += 1;
-        if is_over || pauses * PAUSE >= Duration::from_secs(1) {
+        if turn.is_last || pauses * PAUSE >= Duration::from_secs(1) {
             pauses = 0;
+            // ORDERING: Relaxed; a number.
             log.left.store(log.lines_per_sec, Ordering::Relaxed);
             if let Some(line) = log.dropped_line() {
                 let _ = out.write_all(line.as_bytes());
             }
         }
         let _ = out.flush();
-        if is_over {
-            return;
-        }
-        std::thread::park_timeout(PAUSE);
-    }
+    })
+}
+
+fn open(path: Option<&Path>) -> io::Result<Box<dyn Write + Send>> {
+    Ok(match path {
+        None => Box::new(io::stdout()),
+        Some(path) => Box::new(append_to(path)?),
+    })
 }
 
 #[cfg(test)]
@@ -347,7 +303,7 @@ mod tests {
     fn what_is_too_much_is_counted_and_told() {
         let log = Arc::new(AccessLog::new(Format::Json, 10));
         let path = std::env::temp_dir().join(format!("corelane-access-{}", std::process::id()));
-        let writer = AccessWriter::start(log.clone(), Some(path.clone())).unwrap();
+        let writer = start(log.clone(), Some(path.clone())).unwrap();
         for _ in 0..25 {
             log.add(&entry());
         }

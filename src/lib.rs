@@ -46,12 +46,13 @@
 //! tls: what lies between a socket and HTTP; named by config, shared, core and control
 //! tokenize: tokens of text, made off the cores; named by config, shared, core, exchange and start
 //! held: bytes of clients in memory, counted; named by exchange, core and shared
-//! decisions: what was decided, for files, questions and the simulator; names route, named by shared, core, control, sim and start
+//! decisions: what was decided, for files, questions and the simulator; names log_thread and route, named by shared, core, control, sim and start
 //! sim: fleets that do not exist, behind the real policies, books and judge; names config, control, decisions and route
 //! bench: a load generator on the same ring and parsers; names http, ring, route and sim (its traces)
+//! plot: curves for pages that load nothing; named by sim and bench
 //! ```
 //!
-//! `shared` is what both planes see; `config` is read by all; `access_log` is where cores put their lines. `listen` and `notify` serve `start`, `main` and the drain, `manual` and `doctor` the subcommands.
+//! `shared` is what both planes see; `config` is read by all; `access_log` is where cores put their lines, `log_thread` what writes them and the decision log. `listen` and `notify` serve `start`, `main` and the drain, `manual` and `doctor` the subcommands.
 //!
 //! # Invariants
 //!
@@ -85,8 +86,12 @@ pub mod held;
 #[forbid(unsafe_code)]
 pub mod http;
 pub mod listen;
+#[forbid(unsafe_code)]
+pub mod log_thread;
 pub mod manual;
 pub mod notify;
+#[forbid(unsafe_code)]
+mod plot;
 pub mod ring;
 #[forbid(unsafe_code)]
 pub mod route;

@@ -9,14 +9,15 @@ use std::time::{Duration, Instant};
 
 use shards::{Books, Domain, Gate, Lesson, Receiver, SLOT_COUNT_MAX, Sender, TreeLimits};
 
-use crate::access_log::{AccessLog, AccessWriter};
+use crate::access_log::{self, AccessLog};
 use crate::config::{Config, TokenizerConfig};
 use crate::control::{self, Control, SideListener, SideListeners};
 use crate::core::{self, IndexShard, Seed};
-use crate::decisions::{self, DecisionLog, DecisionWriter, Pen};
+use crate::decisions::{self, DecisionLog, Pen};
 use crate::doctor;
 use crate::held::ByteCount;
 use crate::listen::{self, ListenError, Listeners};
+use crate::log_thread::LogThread;
 use crate::ring::{self, Inherited};
 use crate::route::{Index, KeySeed};
 use crate::shared::{CoreShared, Fleet, KvShared, Shared, ToCore};
@@ -85,9 +86,9 @@ pub struct Router {
     #[cfg(feature = "tokenizer")]
     _tokenizers: Option<crate::tokenize::pool::Pool>,
     /// Ends after the cores, with what they wrote last.
-    _access_writer: Option<AccessWriter>,
+    _access_writer: Option<LogThread>,
     /// The same.
-    _decision_writer: Option<DecisionWriter>,
+    _decision_writer: Option<LogThread>,
 }
 
 /// Starts a router. Returns when it listens and all threads run; workers become ready in their own time, except with
@@ -286,16 +287,16 @@ impl Drop for Router {
 }
 
 /// Starts the access log, if it is wanted.
-fn access_log(config: &Config) -> std::io::Result<Option<(Arc<AccessLog>, AccessWriter)>> {
+fn access_log(config: &Config) -> std::io::Result<Option<(Arc<AccessLog>, LogThread)>> {
     let Some(format) = config.access_log else {
         return Ok(None);
     };
     let log = Arc::new(AccessLog::new(format, config.access_log_lines_per_sec));
-    let writer = AccessWriter::start(log.clone(), config.access_log_file.clone())?;
+    let writer = access_log::start(log.clone(), config.access_log_file.clone())?;
     Ok(Some((log, writer)))
 }
 
-type Decisions = (Option<Arc<DecisionLog>>, Option<DecisionWriter>, Vec<Pen>);
+type Decisions = (Option<Arc<DecisionLog>>, Option<LogThread>, Vec<Pen>);
 
 /// Starts the decision log, if it is wanted.
 fn decision_log(config: &Config, count: usize) -> std::io::Result<Decisions> {

@@ -2,9 +2,10 @@
 
 mod common;
 
-use std::time::Duration;
-
-use common::{Client, End, File, Reply, Worker, chat, post, router, until, until_books_are_empty};
+use common::{
+    Client, File, Worker, ask_in_all_ways, chat, post, reply_by_text, router, until,
+    until_books_are_empty,
+};
 use serde_json::Value;
 
 const CHAT: &str = "/v1/chat/completions";
@@ -19,16 +20,7 @@ fn lines(file: &File) -> Vec<Value> {
 #[tokio::test]
 async fn every_request_has_its_line_and_no_line_a_secret() {
     let (worker, dead) = (Worker::start().await, Worker::start().await);
-    worker.script(|request| match () {
-        () if request.has_text("stream") => Reply::events(3, Duration::from_millis(1)),
-        () if request.has_text("break") => Reply {
-            end: End::Reset,
-            ..Reply::events(3, Duration::from_millis(1))
-        },
-        () if request.has_text("wrong") => Reply::json(422, "{}"),
-        () if request.has_text("stall") => Reply::nothing(End::Stall),
-        () => Reply::default(),
-    });
+    worker.script(reply_by_text);
     let file = File::new("");
     let flags = [
         "--access-log",
@@ -42,12 +34,7 @@ async fn every_request_has_its_line_and_no_line_a_secret() {
     ];
     let router = router(&[&worker, &dead], &flags).await;
     dead.die().await;
-    let mut client = Client::open(router.address).await;
-    for text in ["plain", "stream", "wrong", "plain"] {
-        client.post(CHAT, &chat(text)).await.expect("an answer");
-    }
-    let mut broken = Client::open(router.address).await;
-    broken.post(CHAT, &chat("break")).await.expect("a part");
+    ask_in_all_ways(router.address).await;
     let mut secret = Client::open(router.address).await;
     let head = "GET /v1/models?key=CANARY1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer CANARY2\r\nX-Request-Id: mine\r\n\r\n";
     secret.send(head.as_bytes()).await;

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use common::pd::Pools;
 use common::{
-    Client, End, File, Reply, Rng, Worker, chat, post, router, until, until_books_are_empty,
+    Client, End, File, Reply, Rng, Worker, ask_in_all_ways, chat, post, reply_by_text, router,
+    until, until_books_are_empty,
 };
 use corelane::Router;
 use corelane::decisions::{LogFile, read};
@@ -60,15 +61,7 @@ async fn remembered(router: &Router, id: &str) -> (u16, Value) {
 #[tokio::test]
 async fn each_request_is_in_the_log_once_with_what_came_of_it() {
     let (worker, dead) = (Worker::start().await, Worker::start().await);
-    worker.script(|request| match () {
-        () if request.has_text("stream") => Reply::events(5, Duration::from_millis(2)),
-        () if request.has_text("break") => Reply {
-            end: End::Reset,
-            ..Reply::events(3, Duration::from_millis(1))
-        },
-        () if request.has_text("wrong") => Reply::json(422, "{}"),
-        () => Reply::default(),
-    });
+    worker.script(reply_by_text);
     let file = File::new("");
     let flags = [
         "--decision-log",
@@ -80,12 +73,7 @@ async fn each_request_is_in_the_log_once_with_what_came_of_it() {
     ];
     let router = router(&[&worker, &dead], &flags).await;
     dead.die().await;
-    let mut client = Client::open(router.address).await;
-    for text in ["plain", "stream", "wrong", "plain"] {
-        client.post(CHAT, &chat(text)).await.expect("an answer");
-    }
-    let mut broken = Client::open(router.address).await;
-    broken.post(CHAT, &chat("break")).await.expect("a part");
+    ask_in_all_ways(router.address).await;
     let mut odd = Client::open(router.address).await;
     let answer = ask(&mut odd, &post(CHAT, b"no JSON")).await;
     assert_eq!(answer.status, 400);

@@ -8,8 +8,9 @@ use std::path::Path;
 fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
     BTreeMap::from([
         ("ring", &[] as &[&str]),
-        ("access_log", &[]),
-        ("decisions", &["route", "shared"]),
+        ("log_thread", &[]),
+        ("access_log", &["log_thread"]),
+        ("decisions", &["log_thread", "route", "shared"]),
         ("access", &[]),
         ("held", &[]),
         ("http", &[]),
@@ -21,9 +22,10 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
         ("tokenize", &["route", "shared"]),
         (
             "sim",
-            &["config", "control", "decisions", "route", "shared"],
+            &["config", "control", "decisions", "plot", "route", "shared"],
         ),
-        ("bench", &["http", "ring", "route", "sim"]),
+        ("plot", &[]),
+        ("bench", &["http", "plot", "ring", "route", "sim"]),
         ("upstream", &["ring"]),
         (
             "config",
@@ -107,6 +109,7 @@ fn allowed() -> BTreeMap<&'static str, &'static [&'static str]> {
                 "doctor",
                 "held",
                 "listen",
+                "log_thread",
                 "ring",
                 "route",
                 "shared",

@@ -17,6 +17,7 @@ use super::report::{Part, Report};
 use super::tally::Tally;
 use super::target::Target;
 use super::work::{Api, Kind, Shape};
+use crate::sim::above_zero;
 use crate::sim::trace::{self, Format};
 
 /// Slices of a comparison begin with so much of their length that is not counted.
@@ -135,13 +136,6 @@ pub struct BenchArgs {
     /// Of texts, and of what is left to chance
     #[arg(long, value_name = "NUMBER", default_value_t = 1)]
     seed: u64,
-}
-
-fn above_zero(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(value) if value > 0.0 && value.is_finite() => Ok(value),
-        _ => Err("a number above 0".to_owned()),
-    }
 }
 
 fn zero_or_above(text: &str) -> Result<f64, String> {

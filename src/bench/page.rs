@@ -5,19 +5,21 @@ use std::fmt::Write as _;
 use hdrhistogram::Histogram;
 
 use super::report::{Report, TIMES};
+use crate::plot::{Frame, Line, escape};
 
 const COLOURS: [&str; 2] = ["#0b6e99", "#d9480f"];
 const STYLE: &str = "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1080px;padding:0 1em;color:#212529}\
 h1{font-size:1.5em}svg{width:100%;height:auto}figure{margin:1em 0}figcaption{color:#495057}pre{background:#f8f9fa;padding:1em;\
 overflow-x:auto;font-size:.85em}text{font:11px system-ui,sans-serif;fill:#495057}";
 
-/// Width, height and margins of a plot.
-const W: f64 = 1000.0;
-const H: f64 = 280.0;
-const LEFT: f64 = 62.0;
-const RIGHT: f64 = 14.0;
-const TOP: f64 = 12.0;
-const BOTTOM: f64 = 36.0;
+const FRAME: Frame = Frame {
+    width: 1000.0,
+    height: 280.0,
+    left: 62.0,
+    right: 14.0,
+    top: 12.0,
+    bottom: 36.0,
+};
 
 /// The page.
 pub fn html(report: &Report) -> String {
@@ -46,14 +48,7 @@ pub fn html(report: &Report) -> String {
     page
 }
 
-struct Line {
-    name: String,
-    colour: &'static str,
-    /// Nines of the percentile (1 is p90), and ms.
-    points: Vec<(f64, f64)>,
-}
-
-/// Quantiles up to the one beyond which a single value is left.
+/// Quantiles up to the one beyond which a single value is left: nines of the percentile (1 is p90), and ms.
 fn points(times: &Histogram<u64>) -> Vec<(f64, f64)> {
     let end = (times.len() as f64).log10().max(0.3);
     let steps = 160;
@@ -83,25 +78,15 @@ fn plot(caption: &str, lines: &[Line]) -> String {
         .log10()
         .ceil()
         .max(low + 1.0);
-    let x = |nines: f64| LEFT + nines / x_max * (W - LEFT - RIGHT);
+    let x = |nines: f64| FRAME.left + nines / x_max * FRAME.inner_width();
     let y = |ms: f64| {
         let share = (ms.max(1e-6).log10().clamp(low, high) - low) / (high - low);
-        H - BOTTOM - share * (H - TOP - BOTTOM)
+        FRAME.height - FRAME.bottom - share * FRAME.inner_height()
     };
-    let mut svg = format!(
-        "<figure><figcaption>{}</figcaption><svg viewBox=\"0 0 {W} {H}\">",
-        escape(caption)
-    );
+    let mut svg = FRAME.begin(caption);
     for power in low as i32..=high as i32 {
-        let at = y(10f64.powi(power));
-        let _ = write!(
-            svg,
-            "<line x1=\"{LEFT}\" x2=\"{}\" y1=\"{at:.1}\" y2=\"{at:.1}\" stroke=\"#e9ecef\"/><text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{} ms</text>",
-            W - RIGHT,
-            LEFT - 5.0,
-            at + 4.0,
-            10f64.powi(power),
-        );
+        let ms = 10f64.powi(power);
+        FRAME.level(&mut svg, y(ms), &format!("{ms} ms"));
     }
     for (name, nines) in [
         ("p50", 0.301),
@@ -115,41 +100,14 @@ fn plot(caption: &str, lines: &[Line]) -> String {
             let at = x(nines);
             let _ = write!(
                 svg,
-                "<line x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{TOP}\" y2=\"{}\" stroke=\"#e9ecef\"/><text x=\"{at:.1}\" y=\"{}\" text-anchor=\"middle\">{name}</text>",
-                H - BOTTOM,
-                H - BOTTOM + 15.0,
+                "<line x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{}\" y2=\"{}\" stroke=\"#e9ecef\"/>",
+                FRAME.top,
+                FRAME.height - FRAME.bottom,
             );
+            FRAME.place(&mut svg, at, name);
         }
     }
-    for line in lines {
-        let points: Vec<String> = line
-            .points
-            .iter()
-            .map(|(nines, ms)| format!("{:.1},{:.1}", x(*nines), y(*ms)))
-            .collect();
-        let _ = write!(
-            svg,
-            "<polyline fill=\"none\" stroke=\"{}\" stroke-width=\"1.6\" points=\"{}\"/>",
-            line.colour,
-            points.join(" ")
-        );
-    }
-    svg.push_str("</svg><figcaption>");
-    for line in lines {
-        let _ = write!(
-            svg,
-            "<span style=\"color:{}\">\u{25a0}</span> {} &nbsp; ",
-            line.colour,
-            escape(&line.name)
-        );
-    }
-    svg + "</figcaption></figure>"
-}
-
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
+    FRAME.end(svg, lines, x, y)
 }
 
 #[cfg(test)]

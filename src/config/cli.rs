@@ -65,7 +65,7 @@ pub enum Command {
     /// Write the file for --config that says what these flags say, vllm-router's or ours
     ConfigFromArgs(LineArgs),
     /// Simulate fleets: what another policy would do
-    Sim(crate::sim::SimArgs),
+    Sim(Box<crate::sim::SimArgs>),
     /// Put load on a router or a worker, check every answer, and say how long they took; or compare two
     Bench(Box<crate::bench::BenchArgs>),
 }

@@ -316,10 +316,7 @@ struct DecisionsQuery {
 }
 
 /// What the cores remember of a request: each exchange that had this id, with its decisions and what came of them.
-async fn decisions(
-    State(plane): Plain,
-    query: Result<Query<DecisionsQuery>, axum::extract::rejection::QueryRejection>,
-) -> Response {
+async fn decisions(State(plane): Plain, query: QueryOf<DecisionsQuery>) -> Response {
     let id = query.ok().and_then(|Query(query)| query.request_id);
     let Some(id) = id.filter(|id| !id.is_empty()) else {
         let message = "the query parameter request_id is missing";

@@ -118,6 +118,12 @@ fn error_type(outcome: Outcome) -> Option<&'static str> {
     }
 }
 
+/// Those of workers: admin paths are answered here.
+fn routes() -> impl Iterator<Item = Route> {
+    let all = Route::ALL.into_iter();
+    all.filter(|route| *route != Route::Admin)
+}
+
 /// So many pauses of no length.
 fn at_once(count: u64) -> HistogramSnapshot {
     let mut counts = vec![0; LATENCY_BOUNDS_NS.len() + 1];
@@ -147,13 +153,7 @@ impl Scrape {
         self.sum(|stats| stats.exchanges[route as usize][outcome as usize].value())
     }
 
-    /// Decisions for such reasons.
-    fn reasons(&self, is_meant: impl Fn(Reason) -> bool) -> u64 {
-        let meant = || Reason::ALL.into_iter().filter(|reason| is_meant(*reason));
-        self.sum(|stats| meant().map(|reason| stats.decided(reason)).sum())
-    }
-
-    /// Those of one role.
+    /// Decisions of one role for such reasons.
     fn reasons_of(&self, role: Role, is_meant: impl Fn(Reason) -> bool) -> u64 {
         let meant = || Reason::ALL.into_iter().filter(|reason| is_meant(*reason));
         self.sum(|stats| {
@@ -162,16 +162,17 @@ impl Scrape {
         })
     }
 
+    /// Those of all roles.
+    fn reasons(&self, is_meant: impl Fn(Reason) -> bool) -> u64 {
+        let roles = Role::ALL.into_iter();
+        roles.map(|role| self.reasons_of(role, &is_meant)).sum()
+    }
+
     fn merged(&self, read: impl Fn(&CoreStats) -> HistogramSnapshot) -> Option<HistogramSnapshot> {
         families::merge(self.0.shared.cores.iter().map(|core| read(&core.stats)))
     }
 
     fn requests(&self, out: &mut Families) -> fmt::Result {
-        let routes = || {
-            Route::ALL
-                .into_iter()
-                .filter(|route| *route != Route::Admin)
-        };
         out.counters(
             "vllm_router_requests",
             "Exchanges that a worker answered, whatever the status",
@@ -263,9 +264,7 @@ impl Scrape {
 
     fn retries(&self, out: &mut Families) -> fmt::Result {
         let by_route = |read: fn(&CoreStats) -> &[Counter; ROUTE_COUNT]| {
-            let routes = Route::ALL.into_iter();
-            let routes = routes.filter(|route| *route != Route::Admin);
-            routes.map(move |route| {
+            routes().map(move |route| {
                 let count = self.sum(|stats| read(stats)[route as usize].value());
                 ([("route", route.label().into())], count)
             })

@@ -3,14 +3,12 @@
 //! An exchange is known by its connection: one runs at a time there (E3), and a leg that goes its own way takes the
 //! connection's [`Trace`] along.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use shards::{Slot, WorkerId};
 
 use super::hands::Hands;
 use crate::decisions::{
     Decided, Ended, GivenUp, HELD_COUNT_MAX, Held, Pen, Recent, Remembered, Sketch, TRIAL,
-    decided_json, request_hash,
+    decided_json, request_hash, unix_us,
 };
 use crate::exchange::{Ask, Record, Sign};
 use crate::route::{self, Candidates, Decision, Role, bytes_of_blocks};
@@ -52,14 +50,13 @@ pub struct Scribe {
 impl Scribe {
     /// `count`: decisions that are remembered.
     pub fn new(core: usize, count: usize, pen: Option<Pen>) -> Scribe {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH);
         Scribe {
             core: (core as u64) << 48,
             exchange_count: 0,
             recent: Recent::new(count),
             pen,
             sketch: Sketch::NONE,
-            began_us: since.map_or(0, |since| since.as_micros() as u64),
+            began_us: unix_us(),
         }
     }
 
@@ -231,10 +228,7 @@ impl Hands<'_, '_> {
         }
         scribe.sketch.write(&core.chain, matched_blocks);
         if !pen.decided(decided, &scribe.sketch) {
-            core.shared.cores[core.index]
-                .stats
-                .decision_records_dropped
-                .add(1);
+            core.stats().decision_records_dropped.add(1);
         }
     }
 
@@ -325,10 +319,7 @@ impl Hands<'_, '_> {
         if let Some(pen) = &mut scribe.pen
             && !pen.ended(&ended)
         {
-            core.shared.cores[core.index]
-                .stats
-                .decision_records_dropped
-                .add(1);
+            core.stats().decision_records_dropped.add(1);
         }
     }
 

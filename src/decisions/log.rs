@@ -1,11 +1,10 @@
 //! The way to the file: a mailbox for each core, and one thread that empties them.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crossbeam::queue::ArrayQueue;
@@ -15,6 +14,7 @@ use super::record::{
     Decided, Ended, Header, WorkerRow, push_decided, push_ended, push_header, push_worker,
 };
 use super::sketch::Sketch;
+use crate::log_thread::{LogThread, Signals, Turn, append_to};
 use crate::route::Role;
 
 /// Decisions of a core that may wait to be written, and ends: 100,000 a second at [`PAUSE`].
@@ -78,40 +78,19 @@ impl Pen {
 pub struct DecisionLog {
     workers: ArrayQueue<WorkerRow>,
     lost_count: AtomicU64,
-    is_over: AtomicBool,
-    /// The file is to be opened anew: it may have been moved away.
-    is_reopening: AtomicBool,
+    signals: Arc<Signals>,
 }
 
 impl DecisionLog {
     /// The file is opened anew before the next record.
     pub fn reopen(&self) {
-        // ORDERING: Relaxed; a hint that is looked at soon.
-        self.is_reopening.store(true, Ordering::Relaxed);
+        self.signals.reopen();
     }
 
     /// Records that could not be written.
     pub fn lost_count(&self) -> u64 {
         // ORDERING: Relaxed; a number.
         self.lost_count.load(Ordering::Relaxed)
-    }
-}
-
-/// The thread that writes. Dropping it writes what is left and ends it.
-#[derive(Debug)]
-pub struct DecisionWriter {
-    log: Arc<DecisionLog>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Drop for DecisionWriter {
-    fn drop(&mut self) {
-        // ORDERING: Release pairs with the writer's Acquire: it sees all records that were put before.
-        self.log.is_over.store(true, Ordering::Release);
-        if let Some(thread) = self.thread.take() {
-            thread.thread().unpark();
-            let _ = thread.join();
-        }
     }
 }
 
@@ -124,9 +103,9 @@ pub fn start(
     run: u32,
     core_count: usize,
     slot_count: usize,
-) -> io::Result<(Arc<DecisionLog>, DecisionWriter, Vec<Pen>)> {
-    let file = open(path)?;
-    let (log, pens, inlets) = pens(run, core_count, slot_count);
+) -> io::Result<(Arc<DecisionLog>, LogThread, Vec<Pen>)> {
+    let file = append_to(path)?;
+    let (log, pens, mut inlets) = pens(run, core_count, slot_count);
     let mut scroll = Scroll {
         path: path.to_path_buf(),
         file,
@@ -139,14 +118,9 @@ pub fn start(
         workers: Vec::new(),
         log: log.clone(),
     };
-    let thread = std::thread::Builder::new()
-        .name("decision-log".to_owned())
-        .spawn(move || scroll.run(inlets))?;
-    let writer = DecisionWriter {
-        log: log.clone(),
-        thread: Some(thread),
-    };
-    Ok((log, writer, pens))
+    let write = move |turn| scroll.write(turn, &mut inlets);
+    let thread = LogThread::start("decision-log", log.signals.clone(), PAUSE, write)?;
+    Ok((log, thread, pens))
 }
 
 /// Where one core's records come out.
@@ -163,8 +137,7 @@ fn pens(
     let log = Arc::new(DecisionLog {
         workers: ArrayQueue::new(WORKER_QUEUE_COUNT),
         lost_count: AtomicU64::new(0),
-        is_over: AtomicBool::new(false),
-        is_reopening: AtomicBool::new(false),
+        signals: Arc::default(),
     });
     let (mut pens, mut inlets) = (Vec::new(), Vec::new());
     for _ in 0..core_count {
@@ -192,10 +165,6 @@ pub(super) fn unread_pen() -> (Pen, impl Sized) {
     (pens.remove(0), inlets)
 }
 
-fn open(path: &Path) -> io::Result<File> {
-    OpenOptions::new().create(true).append(true).open(path)
-}
-
 /// The file.
 struct Scroll {
     path: PathBuf,
@@ -209,26 +178,17 @@ struct Scroll {
 }
 
 impl Scroll {
-    fn run(&mut self, mut inlets: Vec<Inlet>) {
-        loop {
-            // ORDERING: Acquire pairs with the drop's Release.
-            let is_over = self.log.is_over.load(Ordering::Acquire);
-            // ORDERING: Relaxed; a hint.
-            if self.log.is_reopening.swap(false, Ordering::Relaxed) {
-                match open(&self.path) {
-                    Ok(file) => {
-                        self.file = file;
-                        self.needs_header = true;
-                    }
-                    Err(e) => tracing::warn!("the decision log goes on in its old file: {e}"),
+    fn write(&mut self, turn: Turn, inlets: &mut [Inlet]) {
+        if turn.reopens {
+            match append_to(&self.path) {
+                Ok(file) => {
+                    self.file = file;
+                    self.needs_header = true;
                 }
+                Err(e) => tracing::warn!("the decision log goes on in its old file: {e}"),
             }
-            self.write_all(&mut inlets);
-            if is_over {
-                return;
-            }
-            std::thread::park_timeout(PAUSE);
         }
+        self.write_all(inlets);
     }
 
     fn write_all(&mut self, inlets: &mut [Inlet]) {
@@ -285,7 +245,7 @@ impl Scroll {
 }
 
 /// Now, in us since 1970.
-pub(super) fn unix_us() -> u64 {
+pub fn unix_us() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     since.map_or(0, |since| since.as_micros() as u64)
 }

@@ -23,7 +23,7 @@ mod record;
 mod sketch;
 
 pub use explain::{decided_json, ended_json};
-pub use log::{DecisionLog, DecisionWriter, Pen, start};
+pub use log::{DecisionLog, Pen, start, unix_us};
 pub use read::{Damage, LogFile, read};
 pub use recent::{Recent, Remembered};
 pub use record::{

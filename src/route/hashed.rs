@@ -11,7 +11,7 @@
 use shards::{Sessions, Slot};
 
 use super::candidates::Candidates;
-use super::policy::{Decision, Entrants, Loads, PolicyKind, Rng, Settings, Wanted};
+use super::policy::{Decision, Entrants, Loads, PolicyKind, Rng, Settings};
 use super::reason::Reason;
 
 /// Whose worker a session is.
@@ -52,14 +52,7 @@ pub(super) fn of_key<L: Loads>(
         Some(slot) => field.see(slot),
         None => field.least_now()?,
     };
-    Some(Decision {
-        given_up: Some(Wanted {
-            slot: wanted.slot,
-            load: wanted.load,
-            matched_blocks: 0,
-        }),
-        ..seen.because(Reason::HomeShed, 0)
-    })
+    Some(seen.because(Reason::HomeShed, 0).instead_of(wanted, 0))
 }
 
 /// The worker of a session; by weight for this request if that is out of the question.

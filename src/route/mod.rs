@@ -54,4 +54,4 @@ pub use splice::{
 pub use tokens::{
     BlockKeys, TOKEN_COUNT_MAX, block_chain, is_text, request_chain, salt_of, token_ids,
 };
-pub use wait::{Sample, Waits, expected_wait};
+pub use wait::{Sample, Waits};

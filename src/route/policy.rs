@@ -12,7 +12,7 @@ use super::hashed::{self, Home};
 use super::key::bytes_of_blocks;
 use super::kv_aware::{self, Tokens};
 use super::reason::Reason;
-use super::wait::{Waits, expected_wait};
+use super::wait::{self, Waits};
 
 /// Which policy chooses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub enum PolicyKind {
     StickyLeastLoaded,
     /// The worker on which the prompt costs least, by what engines say they hold.
     KvAware,
-    /// The worker on which the prompt is computed soonest, by what was learnt of first bytes.
+    /// The worker on which the prompt costs least waiting, by what was learnt of first bytes.
     ExpectedWait,
 }
 
@@ -244,7 +244,7 @@ impl<'a> Prefixes for TreePrefixes<'a> {
 pub enum Key<'k, P> {
     /// Nothing: load decides.
     None,
-    /// `cache_aware`: the prompt's place in the tree, and its length in bytes, as [`chain`](super::chain) gave it.
+    /// `cache_aware`, `expected_wait`: the prompt's place in the tree, and its length in bytes, as [`chain`](super::chain) gave it.
     Prefix(&'k P, u64),
     /// The policies that hash: of the session, or of the prompt's begin.
     Hash(u64),
@@ -252,6 +252,15 @@ pub enum Key<'k, P> {
     Session(u64, Home),
     /// `kv_aware`: the prompt's tokens, and who holds them. Without, it wants `Prefix`, and chooses as `cache_aware` does.
     Tokens(Tokens<'k>),
+}
+
+impl<'k, P> Key<'k, P> {
+    fn prefix(&self) -> Option<(&'k P, u64)> {
+        match self {
+            Key::Prefix(prefixes, length_bytes) => Some((prefixes, *length_bytes)),
+            _ => None,
+        }
+    }
 }
 
 /// One core's own state of the policies.
@@ -358,33 +367,25 @@ pub fn decide<P: Prefixes, L: Loads>(
     };
     let (chosen, reason) = match settings.policy {
         PolicyKind::CacheAware => {
-            let key = match key {
-                Key::Prefix(prefixes, length_bytes) => Some((prefixes, length_bytes)),
-                _ => None,
-            };
-            return cache_aware(settings, key, &field, &mut turn.rng, scratch);
+            return cache_aware(settings, key.prefix(), &field, &mut turn.rng, scratch);
         }
         PolicyKind::KvAware => match key {
             Key::Tokens(tokens) => {
                 return kv_aware::of_tokens(settings, tokens, &field, &mut turn.rng);
             }
-            Key::Prefix(prefixes, length_bytes) => {
-                let key = Some((prefixes, length_bytes));
-                return cache_aware(settings, key, &field, &mut turn.rng, scratch);
+            Key::Prefix(..) => {
+                return cache_aware(settings, key.prefix(), &field, &mut turn.rng, scratch);
             }
             _ => (field.least_loaded(&mut turn.rng)?, Reason::NoKey),
         },
         PolicyKind::ExpectedWait => {
-            let key = match key {
-                Key::Prefix(prefixes, length_bytes) => Some((prefixes, length_bytes)),
-                _ => None,
+            let key = key.prefix();
+            return match key.filter(|_| turn.waits.is_taught()) {
+                Some((prefixes, length_bytes)) => {
+                    wait::of_waits(prefixes, length_bytes, &field, turn, scratch)
+                }
+                None => cache_aware(settings, key, &field, &mut turn.rng, scratch),
             };
-            let waits = std::mem::take(&mut turn.waits);
-            let decision = expected_wait(
-                settings, &waits, key, candidates, exclude, loads, turn, scratch,
-            );
-            turn.waits = waits;
-            return decision;
         }
         PolicyKind::ConsistentHash
         | PolicyKind::RendezvousHash
@@ -436,14 +437,7 @@ fn cache_aware<P: Prefixes, L: Loads>(
                 }
                 Some(wanted) => {
                     let decision = shed(settings, prefixes, length_bytes, field, rng, holders)?;
-                    Some(Decision {
-                        given_up: Some(Wanted {
-                            slot: wanted.slot,
-                            load: wanted.load,
-                            matched_blocks: found.blocks(),
-                        }),
-                        ..decision
-                    })
+                    Some(decision.instead_of(wanted, found.blocks()))
                 }
             }
         }
@@ -556,6 +550,20 @@ impl Seen {
                 | Reason::ShedToLeastLoaded => Some(self.load),
                 _ => None,
             },
+        }
+    }
+}
+
+impl Decision {
+    /// Another one was wanted, and has too much to do.
+    pub(super) fn instead_of(self, wanted: Seen, matched_blocks: usize) -> Decision {
+        Decision {
+            given_up: Some(Wanted {
+                slot: wanted.slot,
+                load: wanted.load,
+                matched_blocks,
+            }),
+            ..self
         }
     }
 }

@@ -16,9 +16,8 @@
 
 use shards::Slot;
 
-use super::candidates::Candidates;
 use super::key::bytes_of_blocks;
-use super::policy::{Decision, Found, Key, Loads, PolicyKind, Prefixes, Settings, Turn, decide};
+use super::policy::{Decision, Entrants, Found, Loads, Prefixes, Rng, Seen, Turn};
 use super::reason::Reason;
 
 /// What an older sample weighs at each new one: the last hundred count.
@@ -183,9 +182,12 @@ impl Waits {
         let (byte, request) = own.or(self.mean)?;
         Some(bytes as f64 / BYTES_UNIT * byte + f64::from(requests) / REQUESTS_UNIT * request)
     }
-}
 
-impl Waits {
+    /// Whether anything is known of anybody.
+    pub(super) fn is_taught(&self) -> bool {
+        self.mean.is_some()
+    }
+
     /// What it costs all to send a request to a worker, in seconds: its own wait, and what its own work adds to the waits
     /// of those who come before the worker is idle again.
     fn price(&self, slot: Slot, ahead: (u64, u32), own_bytes: u64) -> Option<f64> {
@@ -200,55 +202,42 @@ impl Waits {
 /// A worker that may be chosen.
 #[derive(Clone, Copy)]
 struct Entrant {
-    slot: Slot,
+    seen: Seen,
     blocks: usize,
-    load: u32,
     seconds: f64,
 }
 
-/// Chooses a worker. The rules of [`decide`] hold.
-#[allow(
-    clippy::too_many_arguments,
-    reason = "those of `decide`, and what was learnt"
-)]
-pub fn expected_wait<P: Prefixes, L: Loads>(
-    settings: &Settings,
-    waits: &Waits,
-    key: Option<(&P, u64)>,
-    candidates: &Candidates,
-    exclude: &[Slot],
-    loads: &L,
+/// Chooses by what the workers' waits have taught ([`Waits::is_taught`]).
+pub(super) fn of_waits<P: Prefixes, L: Loads>(
+    prefixes: &P,
+    length_bytes: u64,
+    field: &Entrants<'_, L>,
     turn: &mut Turn,
     scratch: &mut Vec<Slot>,
 ) -> Option<Decision> {
-    let length_bytes = key.map_or(0, |(_, length)| length);
-    let Some((prefixes, _)) = key.filter(|_| waits.mean.is_some()) else {
-        return as_cache_aware(settings, key, candidates, exclude, loads, turn, scratch);
-    };
-    let accept = |slot: Slot| candidates.contains(slot) && !exclude.contains(&slot);
+    let Turn { waits, rng, .. } = turn;
     let entrant = |slot: Slot, blocks: usize| {
         let own = length_bytes.saturating_sub(bytes_of_blocks(blocks));
+        let loads = field.loads;
         let ahead = (loads.waiting_bytes(slot), loads.waiting(slot));
         let seconds = waits.price(slot, ahead, own)?;
-        let load = loads.load(slot);
         Some(Entrant {
-            slot,
+            seen: field.see(slot),
             blocks,
-            load,
             seconds,
         })
     };
     let mut best = Best::default();
     scratch.clear();
     for _ in 0..LEVELS_MAX {
-        let Some(found) = prefixes.find(|slot| accept(slot) && !scratch.contains(&slot)) else {
+        let Some(found) = prefixes.find(|slot| field.has(slot) && !scratch.contains(&slot)) else {
             break;
         };
         // A prefix of the whole fleet has many holders: the least of the others is found below.
         let from = scratch.len();
         let new = found
             .holders()
-            .filter(|slot| accept(*slot) && !scratch.contains(slot));
+            .filter(|slot| field.has(*slot) && !scratch.contains(slot));
         let new: [Option<Slot>; 32] = {
             let mut some = [None; 32];
             some.iter_mut()
@@ -258,12 +247,12 @@ pub fn expected_wait<P: Prefixes, L: Loads>(
         };
         scratch.extend(new.into_iter().flatten());
         for slot in &scratch[from..] {
-            best.offer(entrant(*slot, found.blocks()), turn);
+            best.offer(entrant(*slot, found.blocks()), rng);
         }
     }
-    for slot in candidates.slots() {
-        if accept(*slot) && !scratch.contains(slot) {
-            best.offer(entrant(*slot, 0), turn);
+    for slot in field.slots() {
+        if !scratch.contains(&slot) {
+            best.offer(entrant(slot, 0), rng);
         }
     }
     let best = best.0?;
@@ -271,34 +260,7 @@ pub fn expected_wait<P: Prefixes, L: Loads>(
         0 => Reason::LeastCostCold,
         _ => Reason::LeastCostWarm,
     };
-    Some(Decision {
-        slot: best.slot,
-        seen: best.load,
-        reason,
-        matched_blocks: best.blocks,
-        new_tokens: None,
-        given_up: None,
-        least_load: None,
-    })
-}
-
-fn as_cache_aware<P: Prefixes, L: Loads>(
-    settings: &Settings,
-    key: Option<(&P, u64)>,
-    candidates: &Candidates,
-    exclude: &[Slot],
-    loads: &L,
-    turn: &mut Turn,
-    scratch: &mut Vec<Slot>,
-) -> Option<Decision> {
-    let settings = Settings {
-        policy: PolicyKind::CacheAware,
-        ..*settings
-    };
-    let key = key.map_or(Key::None, |(prefixes, length)| {
-        Key::Prefix(prefixes, length)
-    });
-    decide(&settings, key, candidates, exclude, loads, turn, scratch)
+    Some(best.seen.because(reason, best.blocks))
 }
 
 /// The best so far, and how many were as good.
@@ -306,7 +268,7 @@ fn as_cache_aware<P: Prefixes, L: Loads>(
 struct Best(Option<Entrant>, usize);
 
 impl Best {
-    fn offer(&mut self, entrant: Option<Entrant>, turn: &mut Turn) {
+    fn offer(&mut self, entrant: Option<Entrant>, rng: &mut Rng) {
         let Some(new) = entrant else { return };
         let Some(old) = self.0 else {
             *self = Best(Some(new), 1);
@@ -315,7 +277,7 @@ impl Best {
         let slack = TOLERANCE_S.max(TOLERANCE * old.seconds.min(new.seconds));
         let is_equal = (new.seconds - old.seconds).abs() <= slack;
         // Among equals what is warm stays so, then load, then chance.
-        let rank = |entrant: Entrant| (entrant.load, usize::MAX - entrant.blocks);
+        let rank = |entrant: Entrant| (entrant.seen.load, usize::MAX - entrant.blocks);
         if !is_equal {
             if new.seconds < old.seconds {
                 *self = Best(Some(new), 1);
@@ -324,7 +286,7 @@ impl Best {
             *self = Best(Some(new), 1);
         } else if rank(new) == rank(old) {
             self.1 += 1;
-            if turn.rng.below(self.1) == 0 {
+            if rng.below(self.1) == 0 {
                 self.0 = Some(new);
             }
         }

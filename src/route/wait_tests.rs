@@ -1,6 +1,7 @@
 //! `expected_wait` on cases worked out by hand.
 
 use super::*;
+use crate::route::{Candidates, Key, PolicyKind, Settings, decide};
 
 struct Fleet {
     /// (in flight, waiting, bytes waiting) by slot.
@@ -74,11 +75,18 @@ fn learnt(ms_a_mb: &[f64]) -> Waits {
 
 fn choose(fleet: &Fleet, waits: &Waits, length: u64, exclude: &[Slot]) -> Option<Decision> {
     let candidates: Candidates = (0..fleet.loads.len() as u16).map(Slot).collect();
-    let (mut turn, mut scratch) = (Turn::new(1), Vec::new());
-    expected_wait(
-        &Settings::default(),
-        waits,
-        Some((fleet, length)),
+    let settings = Settings {
+        policy: PolicyKind::ExpectedWait,
+        ..Settings::default()
+    };
+    let mut turn = Turn {
+        waits: waits.clone(),
+        ..Turn::new(1)
+    };
+    let (key, mut scratch) = (Key::Prefix(fleet, length), Vec::new());
+    decide(
+        &settings,
+        key,
         &candidates,
         exclude,
         fleet,

@@ -58,6 +58,56 @@ enum SimCommand {
     Policies,
 }
 
+/// What a fleet is like that serves what was recorded.
+#[derive(Args, Clone, Debug)]
+struct FleetArgs {
+    /// How many times as fast as it was
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = above_zero)]
+    speed_up: f64,
+    /// Prompt tokens a second that a worker computes
+    #[arg(long, value_name = "TOKENS/S", default_value_t = Speeds::default().prefill_tokens_per_s, value_parser = above_zero)]
+    prefill_tps: f64,
+    /// Tokens of KV cache of a worker
+    #[arg(long, value_name = "TOKENS", default_value_t = Speeds::default().kv_tokens)]
+    kv_tokens: u64,
+    /// --balance-abs-threshold of the router
+    #[arg(long, value_name = "COUNT", default_value_t = Settings::default().balance_abs_threshold)]
+    balance_abs_threshold: u32,
+    /// --balance-rel-threshold of the router
+    #[arg(long, value_name = "RATIO", default_value_t = Settings::default().balance_rel_threshold)]
+    balance_rel_threshold: f64,
+}
+
+impl FleetArgs {
+    fn speeds(&self) -> Speeds {
+        Speeds {
+            prefill_tokens_per_s: self.prefill_tps,
+            kv_tokens: self.kv_tokens,
+            ..Speeds::default()
+        }
+    }
+
+    fn settings(&self) -> Settings {
+        Settings {
+            balance_abs_threshold: self.balance_abs_threshold,
+            balance_rel_threshold: self.balance_rel_threshold,
+            ..Settings::default()
+        }
+    }
+
+    /// What was recorded, at its speed; an error where a worker has no room for some of it.
+    fn workload(&self, recorded: Workload) -> io::Result<Workload> {
+        let longest = recorded.tokens_max();
+        if u64::from(longest) > self.kv_tokens {
+            return Err(io::Error::other(format!(
+                "a prompt with its answer has {longest} tokens, --kv-tokens are {}",
+                self.kv_tokens
+            )));
+        }
+        Ok(recorded.sped_up(self.speed_up))
+    }
+}
+
 #[derive(Args, Clone, Debug)]
 struct ReplayArgs {
     /// Policies to compare
@@ -68,24 +118,11 @@ struct ReplayArgs {
     /// after the last answer as they really did
     #[arg(long)]
     open_loop: bool,
-    /// How many times as fast as it was
-    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = factor)]
-    speed_up: f64,
-    /// Prompt tokens a second that a worker computes
-    #[arg(long, value_name = "TOKENS/S", default_value_t = Speeds::default().prefill_tokens_per_s, value_parser = factor)]
-    prefill_tps: f64,
-    /// Tokens of KV cache of a worker
-    #[arg(long, value_name = "TOKENS", default_value_t = Speeds::default().kv_tokens)]
-    kv_tokens: u64,
     /// Seconds of a decode step, batch of none
-    #[arg(long, value_name = "SECONDS", default_value_t = Speeds::default().decode_step_s, value_parser = factor)]
+    #[arg(long, value_name = "SECONDS", default_value_t = Speeds::default().decode_step_s, value_parser = above_zero)]
     decode_step: f64,
-    /// --balance-abs-threshold of the router
-    #[arg(long, value_name = "COUNT", default_value_t = Settings::default().balance_abs_threshold)]
-    balance_abs_threshold: u32,
-    /// --balance-rel-threshold of the router
-    #[arg(long, value_name = "RATIO", default_value_t = Settings::default().balance_rel_threshold)]
-    balance_rel_threshold: f64,
+    #[command(flatten)]
+    fleet: FleetArgs,
     #[command(flatten)]
     output: OutputArgs,
 }
@@ -133,24 +170,11 @@ struct TraceArgs {
     /// Decode workers; 0: not disaggregated
     #[arg(long, value_name = "COUNT", default_value_t = 0, value_parser = value_parser!(u16).range(..=1024))]
     decode_workers: u16,
-    /// How many times as fast as it was recorded
-    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = factor)]
-    speed_up: f64,
     /// Sessions at a time; 0: each begins at its time
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
     concurrency: usize,
-    /// Prompt tokens a second that a worker computes
-    #[arg(long, value_name = "TOKENS/S", default_value_t = Speeds::default().prefill_tokens_per_s, value_parser = factor)]
-    prefill_tps: f64,
-    /// Tokens of KV cache of a worker
-    #[arg(long, value_name = "TOKENS", default_value_t = Speeds::default().kv_tokens)]
-    kv_tokens: u64,
-    /// --balance-abs-threshold of the router
-    #[arg(long, value_name = "COUNT", default_value_t = Settings::default().balance_abs_threshold)]
-    balance_abs_threshold: u32,
-    /// --balance-rel-threshold of the router
-    #[arg(long, value_name = "RATIO", default_value_t = Settings::default().balance_rel_threshold)]
-    balance_rel_threshold: f64,
+    #[command(flatten)]
+    fleet: FleetArgs,
     #[command(flatten)]
     output: OutputArgs,
 }
@@ -168,7 +192,7 @@ struct KneesArgs {
     #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
     workloads: Vec<String>,
     /// Requests of a workload, as a share of their usual number
-    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = factor)]
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = above_zero)]
     size: f64,
     /// Rollouts of swe-bench-pro; 0 leaves it out
     #[arg(long, value_name = "COUNT", default_value_t = 2048)]
@@ -200,7 +224,8 @@ struct OutputArgs {
     seed: u64,
 }
 
-fn factor(text: &str) -> Result<f64, String> {
+/// A flag's number above 0.
+pub(crate) fn above_zero(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(value) if value > 0.0 && value.is_finite() => Ok(value),
         _ => Err("a number above 0".to_string()),
@@ -286,25 +311,16 @@ impl SweArgs {
 
 impl TraceArgs {
     fn run(&self) -> io::Result<()> {
-        let mut workload = trace::read(&self.file, self.format).map_err(io::Error::other)?;
-        workload = workload.sped_up(self.speed_up);
+        let recorded = trace::read(&self.file, self.format).map_err(io::Error::other)?;
+        let mut workload = self.fleet.workload(recorded)?;
         if self.concurrency > 0 {
             workload.seats = Some(self.concurrency);
         }
-        let speeds = Speeds {
-            prefill_tokens_per_s: self.prefill_tps,
-            kv_tokens: self.kv_tokens,
-            ..Speeds::default()
-        };
-        has_room(&workload, &speeds)?;
+        let speeds = self.fleet.speeds();
         let one = |policy: &String| {
             let setup = Setup {
                 decode: vec![speeds.clone(); self.decode_workers.into()],
-                settings: Settings {
-                    balance_abs_threshold: self.balance_abs_threshold,
-                    balance_rel_threshold: self.balance_rel_threshold,
-                    ..Settings::default()
-                },
+                settings: self.fleet.settings(),
                 seed: self.output.seed,
                 ..Setup::plain(self.workers.into(), speeds.clone(), policy)
             };
@@ -322,7 +338,7 @@ impl TraceArgs {
         let about = format!(
             "{} at {} times its speed, {} workers{}.",
             file_name(&self.file),
-            self.speed_up,
+            self.fleet.speed_up,
             self.workers,
             match self.decode_workers {
                 0 => String::new(),
@@ -350,14 +366,11 @@ impl ReplayArgs {
             logged,
             notes,
         } = replayed;
-        let workload = workload.sped_up(self.speed_up);
+        let workload = self.fleet.workload(workload)?;
         let speeds = Speeds {
-            prefill_tokens_per_s: self.prefill_tps,
-            kv_tokens: self.kv_tokens,
             decode_step_s: self.decode_step,
-            ..Speeds::default()
+            ..self.fleet.speeds()
         };
-        has_room(&workload, &speeds)?;
         let one = |policy: &str| {
             let plain = Setup::plain(first, speeds.clone(), policy);
             let decode_policy = match policy {
@@ -367,11 +380,7 @@ impl ReplayArgs {
             let setup = Setup {
                 decode: vec![speeds.clone(); decode],
                 decode_policy: decode_policy.to_owned(),
-                settings: Settings {
-                    balance_abs_threshold: self.balance_abs_threshold,
-                    balance_rel_threshold: self.balance_rel_threshold,
-                    ..Settings::default()
-                },
+                settings: self.fleet.settings(),
                 seed: self.output.seed,
                 logged: Some(Arc::clone(&logged)),
                 ..plain
@@ -405,17 +414,6 @@ The first row is what really happened; its hits are what the router took workers
 the simulation to whom it really went: what it and the first row differ by is the simulated engines' doing (--prefill-tps,
 --kv-tokens, --decode-step), what the others and it differ by is the policies'.
 ";
-
-fn has_room(workload: &Workload, speeds: &Speeds) -> io::Result<()> {
-    let longest = workload.tokens_max();
-    if u64::from(longest) <= speeds.kv_tokens {
-        return Ok(());
-    }
-    Err(io::Error::other(format!(
-        "a prompt with its answer has {longest} tokens, --kv-tokens are {}",
-        speeds.kv_tokens
-    )))
-}
 
 impl KneesArgs {
     fn run(&self) -> Result<(), String> {

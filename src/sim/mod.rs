@@ -30,3 +30,4 @@ pub mod workload;
 pub mod world;
 
 pub use cli::SimArgs;
+pub(crate) use cli::above_zero;

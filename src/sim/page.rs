@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use super::agenda::secs;
 use super::tally::{Outcome, Point};
+use crate::plot::{Frame, Line, escape};
 
 const COLOURS: [&str; 10] = [
     "#0b6e99", "#d9480f", "#2b8a3e", "#862e9c", "#c92a2a", "#5c940d", "#1864ab", "#e67700",
@@ -20,20 +21,16 @@ an answer; ITL: time between two tokens; p50, p99: half, 99 of 100 are below. Qu
 mean. Imbalance: the busiest worker's requests over the mean, 1 is even. All but the plots over time: while the fleet is full, if the \
 run says so.</small></p>";
 
-/// Width, height and margins of a plot.
+/// Two stand side by side.
+const FRAME: Frame = Frame {
+    width: W,
+    height: 230.0,
+    left: 52.0,
+    right: 26.0,
+    top: 12.0,
+    bottom: 34.0,
+};
 const W: f64 = 520.0;
-const H: f64 = 230.0;
-const LEFT: f64 = 52.0;
-const RIGHT: f64 = 26.0;
-const TOP: f64 = 12.0;
-const BOTTOM: f64 = 34.0;
-
-/// A curve with its name.
-struct Line {
-    name: String,
-    colour: &'static str,
-    points: Vec<(f64, f64)>,
-}
 
 /// The page.
 pub fn html(title: &str, about: &str, outcomes: &[Outcome]) -> String {
@@ -219,10 +216,9 @@ fn plot(caption: &str, x_name: &str, lines: &[Line], y_max: f64) -> String {
     let all = || lines.iter().flat_map(|line| &line.points);
     let x_max = all().map(|point| point.0).fold(0.0, f64::max).max(1e-9);
     let y_max = y_max.max(1e-9);
-    let x = |value: f64| LEFT + value / x_max * (W - LEFT - RIGHT);
-    let y = |value: f64| H - BOTTOM - value / y_max * (H - TOP - BOTTOM);
-    let mut svg =
-        format!("<figure><figcaption>{caption}</figcaption><svg viewBox=\"0 0 {W} {H}\">");
+    let x = |value: f64| FRAME.left + value / x_max * FRAME.inner_width();
+    let y = |value: f64| FRAME.height - FRAME.bottom - value / y_max * FRAME.inner_height();
+    let mut svg = FRAME.begin(caption);
     let ticks = |most: f64| {
         let step = round_step(most);
         (0..)
@@ -230,54 +226,18 @@ fn plot(caption: &str, x_name: &str, lines: &[Line], y_max: f64) -> String {
             .take_while(move |at| *at <= most * 1.0001)
     };
     for tick in ticks(y_max) {
-        let at = y(tick);
-        let _ = write!(
-            svg,
-            "<line x1=\"{LEFT}\" x2=\"{}\" y1=\"{at:.1}\" y2=\"{at:.1}\" stroke=\"#e9ecef\"/><text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-            W - RIGHT,
-            LEFT - 5.0,
-            at + 4.0,
-            plain(tick),
-        );
+        FRAME.level(&mut svg, y(tick), &plain(tick));
     }
     for tick in ticks(x_max) {
-        let _ = write!(
-            svg,
-            "<text x=\"{:.1}\" y=\"{}\" text-anchor=\"middle\">{}</text>",
-            x(tick),
-            H - BOTTOM + 14.0,
-            plain(tick),
-        );
+        FRAME.place(&mut svg, x(tick), &plain(tick));
     }
     let _ = write!(
         svg,
         "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{x_name}</text>",
-        W - RIGHT,
-        H - 4.0
+        W - FRAME.right,
+        FRAME.height - 4.0
     );
-    for line in lines {
-        let points: Vec<String> = line
-            .points
-            .iter()
-            .map(|point| format!("{:.1},{:.1}", x(point.0), y(point.1)))
-            .collect();
-        let _ = write!(
-            svg,
-            "<polyline fill=\"none\" stroke=\"{}\" stroke-width=\"1.4\" points=\"{}\"/>",
-            line.colour,
-            points.join(" "),
-        );
-    }
-    svg.push_str("</svg><figcaption>");
-    for line in lines {
-        let _ = write!(
-            svg,
-            "<span style=\"color:{}\">\u{25a0}</span> {} &nbsp; ",
-            line.colour,
-            escape(&line.name)
-        );
-    }
-    svg + "</figcaption></figure>"
+    FRAME.end(svg, lines, x, y)
 }
 
 /// A round number without digits that say nothing.
@@ -293,10 +253,4 @@ fn short(value: f64) -> String {
         size if size >= 0.01 || size == 0.0 => format!("{value:.2}"),
         _ => format!("{value:.4}"),
     }
-}
-
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
 }

@@ -12,7 +12,7 @@ use super::formula::{Facts, Formula, Kind};
 use super::router::Beside;
 use crate::route::{
     Candidates, Decision, Found, Home, Key, Loads, PolicyKind, Prefixes, Role, Sample, Settings,
-    TreePrefixes, Turn, Waits, bytes_of_blocks, decide, expected_wait, home_for_new,
+    TreePrefixes, Turn, bytes_of_blocks, decide, home_for_new,
 };
 
 /// The policy that stands in the simulator alone.
@@ -66,8 +66,6 @@ pub enum Policy {
     Ours(Box<Ours>),
     /// vllm-router 0.1.17: the spread of the whole fleet's load switches affinity off for everybody.
     FleetGate(Box<Ours>),
-    /// `route::expected_wait`.
-    ExpectedWait(Box<Ours>, Waits),
     /// Another router's.
     Formula(Box<Formula>),
     /// Whom a live router chose, for a pool.
@@ -93,10 +91,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
         .filter(|kind| *kind != PolicyKind::KvAware);
     let ours = ours.map(PolicyKind::name);
     let others = Kind::ALL.into_iter().map(Kind::name);
-    [FLEET_GATE, EXPECTED_WAIT]
-        .into_iter()
-        .chain(ours)
-        .chain(others)
+    [FLEET_GATE].into_iter().chain(ours).chain(others)
 }
 
 impl Policy {
@@ -119,10 +114,6 @@ impl Policy {
         }
         match name {
             FLEET_GATE => Some(Policy::FleetGate(ours(PolicyKind::CacheAware))),
-            EXPECTED_WAIT => {
-                let ours = ours(PolicyKind::CacheAware);
-                Some(Policy::ExpectedWait(ours, Waits::default()))
-            }
             _ => PolicyKind::parse(name)
                 .filter(|kind| *kind != PolicyKind::KvAware)
                 .map(|kind| Policy::Ours(ours(kind))),
@@ -133,7 +124,7 @@ impl Policy {
     pub fn uses_tree(&self) -> bool {
         match self {
             Policy::Ours(ours) => ours.settings.policy.uses_tree(),
-            Policy::FleetGate(_) | Policy::ExpectedWait(..) => true,
+            Policy::FleetGate(_) => true,
             Policy::Formula(formula) => formula.kind().uses_tree(),
             Policy::Logged(..) => false,
         }
@@ -141,7 +132,7 @@ impl Policy {
 
     /// Whether the books count what is to be computed instead of the whole prompt.
     pub fn books_fresh(&self) -> bool {
-        matches!(self, Policy::ExpectedWait(..))
+        matches!(self, Policy::Ours(ours) if ours.settings.policy == PolicyKind::ExpectedWait)
     }
 
     /// Chooses among the candidates.
@@ -164,16 +155,6 @@ impl Policy {
         let decision = match self {
             Policy::Ours(ours) => ours.choose(question, prefixes, candidates, books),
             Policy::FleetGate(ours) => ours.fleet_gate(prefixes?, length, candidates, books),
-            Policy::ExpectedWait(ours, waits) => {
-                let Ours {
-                    settings,
-                    turn,
-                    scratch,
-                    ..
-                } = &mut **ours;
-                let key = prefixes.map(|prefixes| (prefixes, length));
-                expected_wait(settings, waits, key, candidates, &[], books, turn, scratch)
-            }
             Policy::Logged(logged, pool) => {
                 let known = logged.0.get(&question.content.last_name());
                 let slot = known.and_then(|slots| slots[*pool]);
@@ -227,9 +208,11 @@ impl Policy {
 
     /// A first byte came after so many seconds.
     pub fn learn(&mut self, choice: &Choice, seconds: f64) {
-        if let Policy::ExpectedWait(_, waits) = self {
+        if self.books_fresh()
+            && let Policy::Ours(ours) = self
+        {
             let (bytes, requests) = choice.ahead;
-            waits.observe(
+            ours.turn.waits.observe(
                 choice.slot,
                 Sample {
                     bytes,
@@ -244,9 +227,9 @@ impl Policy {
     /// Another incarnation stands in this slot.
     pub fn forget(&mut self, slot: Slot) {
         match self {
-            Policy::ExpectedWait(_, waits) => waits.forget(slot),
+            Policy::Ours(ours) => ours.turn.waits.forget(slot),
             Policy::Formula(formula) => formula.forget(slot),
-            Policy::Ours(_) | Policy::FleetGate(_) | Policy::Logged(..) => {}
+            Policy::FleetGate(_) | Policy::Logged(..) => {}
         }
     }
 }

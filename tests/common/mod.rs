@@ -53,6 +53,31 @@ impl Recorded {
     }
 }
 
+/// The reply that a request's text asks for: "stream", "break" (off), "wrong", "stall"; else a plain one.
+pub fn reply_by_text(request: &Recorded) -> Reply {
+    match () {
+        () if request.has_text("stream") => Reply::events(5, Duration::from_millis(2)),
+        () if request.has_text("break") => Reply {
+            end: End::Reset,
+            ..Reply::events(3, Duration::from_millis(1))
+        },
+        () if request.has_text("wrong") => Reply::json(422, "{}"),
+        () if request.has_text("stall") => Reply::nothing(End::Stall),
+        () => Reply::default(),
+    }
+}
+
+/// Two plain requests to a router before such workers, a stream, a wrong one, and one that breaks off, in the order of a log.
+pub async fn ask_in_all_ways(router: SocketAddr) {
+    const CHAT: &str = "/v1/chat/completions";
+    let mut client = Client::open(router).await;
+    for text in ["plain", "stream", "wrong", "plain"] {
+        client.post(CHAT, &chat(text)).await.expect("an answer");
+    }
+    let mut broken = Client::open(router).await;
+    broken.post(CHAT, &chat("break")).await.expect("a part");
+}
+
 /// How a worker ends an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {

@@ -90,13 +90,8 @@ impl<'e> Families<'e> {
         help: &str,
         values: impl Iterator<Item = ([(&'static str, Label); N], u64)>,
     ) -> fmt::Result {
-        let mut family = self
-            .0
-            .encode_descriptor(name, help, None, MetricType::Counter)?;
-        for (labels, value) in values {
-            ConstCounter::new(value).encode(family.encode_family(&labels)?)?;
-        }
-        Ok(())
+        let encode = |metric: MetricEncoder<'_>, value| ConstCounter::new(value).encode(metric);
+        self.family(name, help, MetricType::Counter, values, encode)
     }
 
     /// A gauge for each set of labels.
@@ -106,11 +101,21 @@ impl<'e> Families<'e> {
         help: &str,
         values: impl Iterator<Item = ([(&'static str, Label); N], u64)>,
     ) -> fmt::Result {
-        let mut family = self
-            .0
-            .encode_descriptor(name, help, None, MetricType::Gauge)?;
+        let encode = |metric: MetricEncoder<'_>, value| gauge_of(value).encode(metric);
+        self.family(name, help, MetricType::Gauge, values, encode)
+    }
+
+    fn family<const N: usize, V>(
+        &mut self,
+        name: &str,
+        help: &str,
+        kind: MetricType,
+        values: impl Iterator<Item = ([(&'static str, Label); N], V)>,
+        encode: impl Fn(MetricEncoder<'_>, V) -> fmt::Result,
+    ) -> fmt::Result {
+        let mut family = self.0.encode_descriptor(name, help, None, kind)?;
         for (labels, value) in values {
-            gauge_of(value).encode(family.encode_family(&labels)?)?;
+            encode(family.encode_family(&labels)?, value)?;
         }
         Ok(())
     }
@@ -142,13 +147,13 @@ impl<'e> Families<'e> {
         help: &str,
         values: impl Iterator<Item = ([(&'static str, Label); N], HistogramSnapshot)>,
     ) -> fmt::Result {
-        let mut family = self
-            .0
-            .encode_descriptor(name, help, None, MetricType::Histogram)?;
-        for (labels, snapshot) in values {
-            write(family.encode_family(&labels)?, &snapshot, seconds)?;
-        }
-        Ok(())
+        self.family(
+            name,
+            help,
+            MetricType::Histogram,
+            values,
+            |metric, snapshot| write(metric, &snapshot, seconds),
+        )
     }
 
     fn histogram_in(
