@@ -411,6 +411,7 @@ impl World {
                 &world.chain,
                 slot,
                 &mut batches,
+                Vec::new,
                 |owner, lesson| taught.push((owner, lesson)),
             );
             drop(pin);

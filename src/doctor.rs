@@ -309,6 +309,17 @@ fn operations(abilities: &Abilities) -> Vec<Finding> {
             "Linux 6.0 or later has it",
         ));
     }
+    if abilities.minimum_wait {
+        findings.push(Finding::ok("gathering of events", "there"));
+    } else {
+        let detail = "not there: each event of a stream wakes its core";
+        findings.push(Finding::bad(
+            "gathering of events",
+            Verdict::Degraded,
+            detail,
+            "Linux 6.12 or later has it",
+        ));
+    }
     findings
 }
 
@@ -543,6 +554,7 @@ mod tests {
             operations: vec![("send", true), ("multishot accept", true)],
             buffer_rings: true,
             multishot_receive: true,
+            minimum_wait: true,
             task_run: TaskRun::Deferred,
         };
         let all = operations(&abilities);
@@ -553,10 +565,11 @@ mod tests {
         abilities.operations[1].1 = false;
         abilities.buffer_rings = false;
         abilities.multishot_receive = false;
+        abilities.minimum_wait = false;
         let old = operations(&abilities);
         assert_eq!(
-            (old[0].verdict, old[1].verdict),
-            (Verdict::Missing, Verdict::Degraded)
+            (old[0].verdict, old[1].verdict, old[2].verdict),
+            (Verdict::Missing, Verdict::Degraded, Verdict::Degraded)
         );
         assert_eq!(
             old[0].detail,

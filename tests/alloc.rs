@@ -1,8 +1,8 @@
 //! How often a small request on the plain path allocates on its core's thread after the warm-up: counted by an allocator that looks at
 //! the calling thread's name. A process of its own, as the allocator is the process's.
 //!
-//! Wanted is 0. What is left, once a request each: the exchange (1.1 KiB, boxed), its request id, the target, the claim that the guards of
-//! a seat share, and the hashes of a lesson (a prompt that is known already teaches none).
+//! Not once: a request's state, its message and the hashes that it teaches lie where those of earlier ones lay; its id and its target lie
+//! within that state, if they are short.
 //!
 //! `CORELANE_ALLOC_TRACE=1` prints where each allocation came from.
 
@@ -123,9 +123,8 @@ async fn ask(stream: &mut TcpStream, from: u64, count: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-async fn a_small_request_allocates_no_more_than_five_times_on_its_core() {
+async fn a_small_request_allocates_nothing_on_its_core() {
     const COUNTED: u64 = 2000;
-    const EACH_MAX: u64 = 5;
     let mut urls = Vec::new();
     for _ in 0..2 {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -157,7 +156,7 @@ async fn a_small_request_allocates_no_more_than_five_times_on_its_core() {
     println!("{count} allocations, {bytes} bytes, of {COUNTED} requests");
     // Tables that double now and then are no allocations of a request.
     assert!(
-        count <= COUNTED * EACH_MAX + COUNTED / 100,
+        count <= COUNTED / 100,
         "{count} allocations, {bytes} bytes, of {COUNTED} requests"
     );
 }

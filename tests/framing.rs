@@ -67,7 +67,7 @@ fn judge_request(wire: &[u8], piece: usize) -> Outcome {
                 return match content(request.framing, wire, head_bytes, piece) {
                     Err(()) => Outcome::Refused(400),
                     Ok((content, left, true)) => {
-                        let target = String::from_utf8(request.target).unwrap();
+                        let target = String::from_utf8(request.target.into_vec()).unwrap();
                         Outcome::Taken(target, content, left)
                     }
                     Ok(_) => Outcome::Open,

@@ -31,7 +31,7 @@ fn insert(tree: &Tree, shards: &mut [Shard], worker: u16, hashes: &[PrefixHash])
     for (shard, batch) in shards.iter_mut().zip(batches) {
         shard.apply(Lesson::Insert {
             worker: Slot(worker),
-            hashes: batch.into(),
+            hashes: batch,
         });
         while shard.work(1_024) {}
     }

@@ -368,9 +368,16 @@ impl<R: Deref<Target = Books>> Drop for Claim<R> {
 
 /// Owns one count in the books, from the choice of a worker to the end of the exchange. Dropping the last owner gives
 /// the count back, on every way out. `R` is how the guard reaches the books: `&'static Books` in the router, an `Arc` in
-/// tests and models. One small allocation per count, none per owner.
+/// tests and models. One owner needs no allocation; the first [`LoadGuard::share`] makes one.
 pub struct LoadGuard<R: Deref<Target = Books> = &'static Books> {
-    claim: CountedArc<Claim<R>>,
+    hold: Hold<R>,
+}
+
+enum Hold<R: Deref<Target = Books>> {
+    Alone(Claim<R>),
+    Shared(CountedArc<Claim<R>>),
+    /// Between the two.
+    Moving,
 }
 
 impl<R: Deref<Target = Books> + Clone> LoadGuard<R> {
@@ -406,7 +413,7 @@ impl<R: Deref<Target = Books> + Clone> LoadGuard<R> {
     fn own(books: R, worker: WorkerId, prompt_bytes: u64) -> Self {
         let phase = AtomicU8::new(WAITING);
         Self {
-            claim: CountedArc::new(Claim {
+            hold: Hold::Alone(Claim {
                 books,
                 worker,
                 prompt_bytes,
@@ -415,27 +422,40 @@ impl<R: Deref<Target = Books> + Clone> LoadGuard<R> {
         }
     }
 
+    fn claim(&self) -> &Claim<R> {
+        match &self.hold {
+            Hold::Alone(claim) => claim,
+            Hold::Shared(claim) => claim,
+            Hold::Moving => unreachable!("`share` leaves it shared"),
+        }
+    }
+
     /// Whose load this counts.
     pub fn worker(&self) -> WorkerId {
-        self.claim.worker
+        self.claim().worker
     }
 
     /// Waiting becomes active (first byte; dispatch). Any owner may say so, once or often; after a release it is nothing.
     pub fn activate(&self) {
-        self.claim.activate();
+        self.claim().activate();
     }
 
     /// A second owner of the same count.
     #[must_use]
-    pub fn share(&self) -> Self {
-        Self {
-            claim: CountedArc::clone(&self.claim),
-        }
+    pub fn share(&mut self) -> Self {
+        let claim = match std::mem::replace(&mut self.hold, Hold::Moving) {
+            Hold::Alone(claim) => CountedArc::new(claim),
+            Hold::Shared(claim) => claim,
+            Hold::Moving => unreachable!("`share` leaves it shared"),
+        };
+        let other = Hold::Shared(CountedArc::clone(&claim));
+        self.hold = Hold::Shared(claim);
+        Self { hold: other }
     }
 
     /// Ends the count now, for all owners; exactly once, however many say so.
     pub fn release(self) {
-        self.claim.release();
+        self.claim().release();
     }
 }
 
@@ -460,7 +480,7 @@ mod tests {
     #[test]
     fn a_count_goes_from_waiting_to_active_to_nothing() {
         let (books, worker) = open_books();
-        let guard = acquire(&books, worker, 100);
+        let mut guard = acquire(&books, worker, 100);
         let waiting = Load {
             in_flight: 1,
             waiting: 1,
@@ -477,10 +497,10 @@ mod tests {
             ..Load::default()
         };
         assert_eq!(books.load(SLOT), active);
-        let stream = guard.share();
+        let mut stream = guard.share();
         drop(guard);
         assert_eq!(books.load(SLOT), active, "the second owner keeps the count");
-        let late = stream.share();
+        let mut late = stream.share();
         stream.release();
         assert_eq!(
             books.load(SLOT),
@@ -600,7 +620,7 @@ mod tests {
                 scope.spawn(move || {
                     let mut random = Random::new(seed);
                     for _ in 0..20_000 {
-                        let guard = acquire(&books, worker, random.next() >> 50);
+                        let mut guard = acquire(&books, worker, random.next() >> 50);
                         let other = guard.share();
                         (random.below(2) == 0).then(|| other.activate());
                         let [first, last] = if random.below(2) == 0 {

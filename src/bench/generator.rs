@@ -304,7 +304,8 @@ impl Generator {
                 break;
             }
             let sleep = self.sleep_ns(&run, next, now);
-            self.ring.turn(Some(Duration::from_nanos(sleep)))?;
+            self.ring
+                .turn(Some(Duration::from_nanos(sleep)), Duration::ZERO)?;
             let now = self.now_ns();
             self.keep_time(&mut run, now);
             while let Some(event) = self.ring.next_event() {

@@ -294,6 +294,8 @@ pub struct Config {
     pub recv_buffer_bytes: usize,
     /// Receive buffers of a core, a power of two.
     pub recv_buffer_count: u16,
+    /// How long a core that relays many streams waits for more of their events before it wakes; zero: never.
+    pub stream_gather: Duration,
     /// Multishot receive may be used where the kernel has it.
     pub multishot_receive: bool,
     /// Deferred task run may be used where the kernel has it.
@@ -489,6 +491,7 @@ impl Config {
             core_count: core_count(machine.cores, machine.cores_share_cpus)?,
             recv_buffer_bytes: machine.recv_buffer_bytes as usize,
             recv_buffer_count: machine.recv_buffer_count,
+            stream_gather: Duration::from_micros(machine.stream_gather_us.into()),
             multishot_receive: !machine
                 .io_uring_without
                 .iter()
@@ -728,6 +731,7 @@ impl Config {
             "cores": self.core_count,
             "recv_buffer_bytes": self.recv_buffer_bytes,
             "recv_buffer_count": self.recv_buffer_count,
+            "stream_gather_us": self.stream_gather.as_micros() as u64,
             "log_level": self.log_level.name(),
         })
     }

@@ -146,6 +146,7 @@ fn mistakes_name_their_flag() {
         "--cores 0",
         "--cores 1024",
         "--recv-buffer-count 500",
+        "--stream-gather-us 10001",
         "--log-level loud",
         "--cb-failure-threshold 0",
         "--cb-window-duration-secs 0",

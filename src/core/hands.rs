@@ -11,7 +11,8 @@ use super::tls::Piece;
 use crate::access_log::Entry;
 use crate::config::Config;
 use crate::exchange::{
-    Ahead, Ask, Dial, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World, message_start,
+    Ahead, Ask, Dial, Empty, Entrance, NoSeat, PdEvent, Record, Seat, Session, Sign, World,
+    message_start,
 };
 use crate::held::{ByteLimits, Held};
 use crate::ring::Token;
@@ -24,6 +25,9 @@ use crate::tls::ToWorker;
 
 /// A core tries a worker that is out no more often than this.
 const TRIAL_PAUSE_NS: u64 = 250_000_000;
+
+/// Places of requests that have ended, for later ones (1 KiB each).
+const PLACES_MAX: usize = 1024;
 
 /// What a request is recognised by.
 #[derive(Clone, Copy, Default)]
@@ -420,6 +424,16 @@ impl World for Hands<'_, '_> {
 
     fn is_draining(&self) -> bool {
         self.core.is_draining
+    }
+
+    fn place(&mut self) -> Option<Empty> {
+        self.core.places.pop()
+    }
+
+    fn put_back(&mut self, left: Empty) {
+        if self.core.places.len() < PLACES_MAX {
+            self.core.places.push(left);
+        }
     }
 
     fn make_request_id(&mut self, route: Route, out: &mut Vec<u8>) {
@@ -851,7 +865,17 @@ impl World for Hands<'_, '_> {
         self.core.stats().added.record(ns);
     }
 
+    fn expect_events(&mut self) {
+        if let Some(leg) = self.leg()
+            && let Some(up) = self.core.ups.find(leg)
+            && let Some(fd) = &up.wire.fd
+        {
+            crate::ring::delay_acks(fd);
+        }
+    }
+
     fn record_piece(&mut self, slot: Slot, gap_ns: u64) {
+        self.core.pace.count();
         let stats = self.core.stats();
         stats.gap.record(gap_ns);
         stats.workers[usize::from(slot.0)].pieces.add(1);

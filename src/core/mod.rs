@@ -14,6 +14,7 @@
 mod accept;
 mod blocks;
 pub mod budget;
+mod gather;
 mod hands;
 mod index;
 mod line;
@@ -34,7 +35,7 @@ use shards::{Lesson, Pin, PrefixHash, Reader, Receiver, Sender, Shard, Slot};
 
 use crate::config::Config;
 use crate::decisions::Pen;
-use crate::exchange::{Ask, Session};
+use crate::exchange::{Ask, Empty, Session};
 use crate::ring::{Abilities, Event, Received, Ring, RingLimits, Token, send_now};
 use crate::route::{self, Batches, Decision, KeySeed, PolicyKind, Role};
 use crate::shared::{CoreShared, CoreStats, Shared, ToCore};
@@ -42,6 +43,7 @@ use crate::upstream::Idles;
 use accept::Door;
 use blocks::Blocks;
 use budget::RetryBudget;
+use gather::Pace;
 use hands::{Hands, Turn, sleep_until};
 pub use index::IndexShard;
 use line::Line;
@@ -131,6 +133,9 @@ pub struct Core {
     idles: Idles,
     wheel: Wheel,
     shelf: Shelf,
+    places: Vec<Empty>,
+    pace: Pace,
+    can_gather: bool,
     /// `None`: closed.
     doors: Vec<Option<Door>>,
     are_doors_inherited: bool,
@@ -191,6 +196,9 @@ impl Core {
             idles: Idles::default(),
             wheel: Wheel::new(0),
             shelf: Shelf::default(),
+            places: Vec::new(),
+            pace: Pace::default(),
+            can_gather: seed.abilities.minimum_wait,
             doors: seed
                 .listeners
                 .into_iter()
@@ -238,6 +246,7 @@ impl Core {
         self.accept(0);
         // One count for the whole run: taken each turn it would be a line that all cores write.
         let shared = self.shared.clone();
+        let mut gather = Duration::ZERO;
         loop {
             self.read_inbox(&mut reader);
             let more = self.work_shard() | self.index_shard.as_mut().is_some_and(IndexShard::work);
@@ -245,7 +254,7 @@ impl Core {
                 return Ok(());
             }
             let sleep = self.prepare_sleep(more);
-            self.ring.turn(sleep)?;
+            self.ring.turn(sleep, gather)?;
             self.me().doorbell.announce_awake();
             self.stats().turns.add(1);
             let pin = reader.pin();
@@ -263,6 +272,9 @@ impl Core {
             self.let_in(turn);
             self.rearm_starved();
             self.wake_taught();
+            if self.can_gather {
+                gather = self.pace.gather(turn.now_ns, self.config.stream_gather);
+            }
         }
     }
 
@@ -1136,6 +1148,7 @@ impl Core {
             batches,
             chain,
             index,
+            shard,
             ..
         } = self;
         route::lessons(
@@ -1144,6 +1157,7 @@ impl Core {
             chain,
             slot,
             batches,
+            || shard.spare().unwrap_or_default(),
             |owner, lesson| match senders[owner].try_send(lesson) {
                 Ok(()) if owner != *index => taught.push(owner),
                 Ok(()) => {}

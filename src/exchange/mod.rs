@@ -23,6 +23,7 @@ mod explain;
 mod hold;
 pub mod paths;
 mod pd;
+mod place;
 mod release;
 mod tokens;
 mod twin;
@@ -30,6 +31,7 @@ mod wait;
 mod world;
 
 use shards::{LoadGuard, Permit, Slot};
+use smallvec::SmallVec;
 
 use crate::access::Denied;
 use crate::access_log::Entry;
@@ -42,6 +44,8 @@ use crate::route::{self, Fields, Role, UsageFilter};
 use crate::shared::{AdminReply, AdminRequest, Outcome, Route, Worker};
 use endpoint::Endpoint;
 use pd::{Pd, Stage};
+pub use place::Empty;
+use place::Place;
 pub use wait::Entrance;
 pub use world::{Ahead, Ask, Dial, NoSeat, PdEvent, Record, Seat, Sign, World};
 
@@ -57,8 +61,6 @@ const JOIN_BYTES_MAX: usize = 16 * 1024;
 const BROKEN_OFF_EVENT: &[u8] = b"\n\ndata: {\"error\":{\"message\":\"the worker broke off before the answer was complete\",\"type\":\"upstream_error\",\"param\":null,\"code\":\"worker_broke_off\"}}\n\n";
 /// Stands for a status where a worker broke off with the request in its hands.
 const BROKE_WITH_REQUEST: u16 = 1;
-/// Room for a request id of ours.
-const REQUEST_ID_BYTES: usize = 36;
 /// How long a connection without a request stays while the router drains.
 const DRAIN_WAIT: std::time::Duration = std::time::Duration::from_secs(1);
 /// How long a client that has ended its direction may wait in silence before it is asked whether it is still there.
@@ -72,9 +74,9 @@ const START_BYTES_MAX: usize = 640;
 pub struct Session {
     /// Bytes that belong to no request yet.
     inbox: Vec<u8>,
-    exchange: Option<Box<Exchange>>,
+    exchange: Option<Place>,
     /// There is no client: an orphaned hand-over is being released.
-    release: Option<Box<Exchange>>,
+    release: Option<Place>,
     /// Nor here: the prefill leg of a request whose decode leg runs at the same time.
     errand: Option<Box<twin::Errand>>,
     /// The client has ended its direction.
@@ -125,7 +127,8 @@ struct Exchange {
     fields: Option<Fields>,
     /// Its tokens, where they are made of its text.
     tokens: tokens::Tokens,
-    request_id: Vec<u8>,
+    /// Ours are short, and most clients': nothing is allocated for them.
+    request_id: SmallVec<[u8; 40]>,
     /// Further fields of its answer, whoever gives it; empty where web pages may not ask.
     cors: Vec<u8>,
     /// The model asked for, where requests are logged.
@@ -233,7 +236,7 @@ impl Session {
         if self.finished && self.exchange.is_none() {
             return; // Read and dropped, so that what we sent arrives.
         }
-        let state = self.exchange.as_ref();
+        let state = self.exchange.as_deref();
         match state.map(|x| (x.state, x.incoming.is_done())) {
             // Of those that wait, only what is handed on as it comes has not come whole.
             Some((State::Streaming, _) | (State::Queued, false)) => self.stream_body(world, piece),
@@ -272,7 +275,7 @@ impl Session {
         if !self.inbox.is_empty() && self.must_wait(world) {
             return; // Whole requests may wait there for the client to take its answers.
         }
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             // A request that never came whole is nobody's loss.
             self.finished = true;
             return world.finish();
@@ -327,7 +330,7 @@ impl Session {
         if self.is_waiting() && self.look_at_twin(world) {
             return;
         }
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             if !self.inbox.is_empty() && !self.finished && !self.must_wait(world) {
                 let refusal = Refusal::new(
                     408,
@@ -414,7 +417,7 @@ impl Session {
         let keep = keeps_after_our_answer(&exchange, world);
         let is_head = exchange.request.method == Method::Head;
         let mut headers = answer.headers.clone();
-        headers.push(("x-request-id".to_string(), exchange.request_id.clone()));
+        headers.push(("x-request-id".to_string(), exchange.request_id.to_vec()));
         world.send(reply::write(
             answer.status,
             &headers,
@@ -451,7 +454,7 @@ impl Session {
         if self.errand.is_some() {
             return self.send_errand(world);
         }
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         exchange.leg = Leg::Fresh;
@@ -466,7 +469,7 @@ impl Session {
         if self.errand.is_some() {
             return self.on_errand_sent(world, bytes);
         }
-        match self.exchange.as_mut() {
+        match self.exchange.as_deref_mut() {
             Some(exchange) if exchange.message_is_out => {
                 exchange.message_is_out = false;
                 if exchange.state == State::Relaying {
@@ -494,7 +497,7 @@ impl Session {
         if self.errand.is_some() {
             return self.on_errand_bytes(world, piece.as_ref());
         }
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         exchange.answer_begun = true;
@@ -528,7 +531,7 @@ impl Session {
         if self.decode_ended(world, failed) {
             return;
         }
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         let is_collecting = exchange.pd.as_ref().is_some_and(|pd| pd.is_collecting);
@@ -578,7 +581,7 @@ impl Session {
 
     /// The request is sent again from its first leg on, to whom it may have gone already as well.
     fn prefill_anew<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         if exchange.retries >= world.config().retry.retries_max.max(1) {
@@ -593,7 +596,7 @@ impl Session {
 
     /// There is no leg any more and no answer: another worker, or ours.
     fn leg_lost<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         let leg = std::mem::replace(&mut exchange.leg, Leg::None);
@@ -759,17 +762,17 @@ impl Session {
             Endpoint::WrongMethod | Endpoint::Other => Route::Other,
         };
         let own_fields_at = message.len();
-        // One allocation: an id of ours is shorter.
-        let mut request_id = Vec::with_capacity(REQUEST_ID_BYTES);
-        match &request.request_id {
-            Some(range) => request_id.extend_from_slice(&message[range.clone()]),
+        let request_id = match &request.request_id {
+            Some(range) => SmallVec::from_slice(&message[range.clone()]),
             None => {
-                world.make_request_id(route, &mut request_id);
                 message.extend_from_slice(b"x-request-id: ");
-                message.extend_from_slice(&request_id);
+                let from = message.len();
+                world.make_request_id(route, &mut message);
+                let request_id = SmallVec::from_slice(&message[from..]);
                 message.extend_from_slice(b"\r\n");
+                request_id
             }
-        }
+        };
         let config = world.config();
         let cors = config.cors.as_ref();
         let cors = cors.map_or_else(Vec::new, |cors| {
@@ -857,7 +860,7 @@ impl Session {
             last_piece_ns: now,
             request,
         };
-        self.exchange = Some(Box::new(exchange));
+        self.exchange = Some(Place::fill(world.place(), exchange));
         self.admit(world, permitted);
     }
 
@@ -866,7 +869,7 @@ impl Session {
         if self.answers_preflight(world) {
             return;
         }
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         if let Err(denied) = permitted {
@@ -931,7 +934,7 @@ impl Session {
 
     /// Feeds bytes to a body that is read whole (or, streamed, waits for its connection); how many were used.
     fn read_body<W: World>(&mut self, world: &mut W, bytes: &[u8]) -> usize {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return 0;
         };
         match exchange.state {
@@ -945,7 +948,7 @@ impl Session {
             message,
             body_at,
             ..
-        } = &mut **exchange;
+        } = exchange;
         let result = incoming.feed(bytes, |data| {
             if (message.len() - *body_at) as u64 <= limit {
                 message.extend_from_slice(data);
@@ -967,7 +970,7 @@ impl Session {
 
     /// Some of a body that is read whole is here, or all of it; how many bytes were used.
     fn body_came<W: World>(&mut self, world: &mut W, progress: body::Progress) -> usize {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return progress.consumed;
         };
         let held_bytes = exchange.message.len();
@@ -986,7 +989,7 @@ impl Session {
 
     /// The request is here whole.
     fn dispatch<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         exchange.complete_ns = world.now_ns();
@@ -1013,7 +1016,7 @@ impl Session {
     }
 
     fn hand_over<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         exchange.state = State::Admin;
@@ -1042,7 +1045,7 @@ impl Session {
     /// Chooses a worker, takes its count, and begins the leg.
     fn seat<W: World>(&mut self, world: &mut W) {
         if world.is_logged()
-            && let Some(exchange) = self.exchange.as_mut()
+            && let Some(exchange) = self.exchange.as_deref_mut()
             && exchange.logged_model.is_none()
         {
             exchange.logged_model = model(exchange).map(|model| model.into());
@@ -1050,7 +1053,7 @@ impl Session {
         if !self.is_let_in(world) || self.awaits_tokens(world) {
             return;
         }
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         let why = match pd::choose_seats(exchange, world) {
@@ -1063,7 +1066,7 @@ impl Session {
         if self.waits_for_seat(world, why) {
             return;
         }
-        let Some(exchange) = self.exchange.as_ref() else {
+        let Some(exchange) = self.exchange.as_deref() else {
             return;
         };
         let (refusal, outcome) = no_seat(why, exchange, world);
@@ -1071,7 +1074,7 @@ impl Session {
     }
 
     fn dial<W: World>(&mut self, world: &mut W, mut slot: Slot, fresh: bool) {
-        let stage = self.exchange.as_ref().and_then(|x| x.pd.as_ref());
+        let stage = self.exchange.as_deref().and_then(|x| x.pd.as_ref());
         let is_prefill = stage.is_some_and(|pd| pd.stage == Stage::Prefill);
         if is_prefill && twin::is_write(world, slot) {
             let Some(decode) = self.split(world) else {
@@ -1079,7 +1082,7 @@ impl Session {
             };
             slot = decode;
         }
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         exchange.answer_begun = false;
@@ -1108,7 +1111,7 @@ impl Session {
 
     /// The connection of the leg is there: the request goes out.
     fn send_message<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         let message = match exchange.pd {
@@ -1156,7 +1159,7 @@ impl Session {
     }
 
     fn is_waiting(&self) -> bool {
-        let exchange = self.exchange.as_ref();
+        let exchange = self.exchange.as_deref();
         exchange.is_some_and(|x| x.state == State::Waiting)
     }
 
@@ -1174,7 +1177,7 @@ impl Session {
     /// Another worker, if this request may still go to one and the budget allows. `status`: of an answer that is not
     /// passed on; 0: none came, [`BROKE_WITH_REQUEST`].
     fn retry<W: World>(&mut self, world: &mut W, status: u16) -> bool {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return false;
         };
         // The same plain 500 from two workers, or two that broke off over it, is the request's doing; a third would not
@@ -1186,14 +1189,14 @@ impl Session {
         }
         let is_left = exchange.retries < most && world.may_retry();
         let has_moved = is_left && self.move_on(world, status);
-        if let Some(exchange) = self.exchange.as_mut().filter(|_| !has_moved) {
+        if let Some(exchange) = self.exchange.as_deref_mut().filter(|_| !has_moved) {
             exchange.is_exhausted = true;
         }
         has_moved
     }
 
     fn move_on<W: World>(&mut self, world: &mut W, status: u16) -> bool {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return false;
         };
         let is_left = exchange.retries < world.config().retry.retries_max;
@@ -1203,7 +1206,7 @@ impl Session {
     /// A worker that has not had this request yet gets it, if there is one. `failure`: what makes it a retry; none: the worker
     /// is well, and only not the right one.
     fn go_elsewhere<W: World>(&mut self, world: &mut W, failure: Option<u16>) -> bool {
-        let Some(exchange) = self.exchange.as_mut().filter(|x| can_replay(x)) else {
+        let Some(exchange) = self.exchange.as_deref_mut().filter(|x| can_replay(x)) else {
             return false;
         };
         if let Some(status) = failure {
@@ -1219,7 +1222,7 @@ impl Session {
             }
             Err(_) => return false,
         };
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return false;
         };
         end_leg(exchange, world, false);
@@ -1237,7 +1240,7 @@ impl Session {
     // ---- answers ----
 
     fn answer<W: World>(&mut self, world: &mut W, piece: W::Piece) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         let mut out = world.buffer();
@@ -1283,7 +1286,7 @@ impl Session {
     /// The same from bytes of our own, when a head did not come in one piece.
     fn answer_from<W: World>(&mut self, world: &mut W, mut whole: Vec<u8>) {
         loop {
-            let Some(exchange) = self.exchange.as_mut() else {
+            let Some(exchange) = self.exchange.as_deref_mut() else {
                 return;
             };
             let mut out = world.buffer();
@@ -1322,7 +1325,7 @@ impl Session {
 
     /// The answer whose head has come is not to be the client's: another worker has the request now.
     fn is_answered_elsewhere<W: World>(&mut self, world: &mut W, retryable: bool) -> bool {
-        let Some(exchange) = self.exchange.as_ref() else {
+        let Some(exchange) = self.exchange.as_deref() else {
             return false;
         };
         let (slot, is_trial) = (exchange.slot, exchange.is_trial);
@@ -1340,7 +1343,7 @@ impl Session {
     }
 
     fn worker_broke_framing<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         sign(exchange, world, Sign::Failed);
@@ -1356,7 +1359,7 @@ impl Session {
 
     /// The head goes to the client, and what came of the body with it.
     fn begin_answer<W: World>(&mut self, world: &mut W, mut out: Vec<u8>, rest: &[u8]) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         exchange.state = State::Relaying;
@@ -1397,7 +1400,7 @@ impl Session {
 
     /// The next piece of an answer.
     fn relay<W: World>(&mut self, world: &mut W, piece: W::Piece, from: usize) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         let now = world.now_ns();
@@ -1562,7 +1565,7 @@ impl Session {
 
     /// Body bytes that came with the head: they wait behind it for the connection.
     fn stream_early<W: World>(&mut self, world: &mut W, bytes: &[u8]) -> usize {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return 0;
         };
         if exchange.message_is_out || exchange.leg == Leg::Fresh || exchange.leg == Leg::Reused {
@@ -1588,7 +1591,7 @@ impl Session {
     }
 
     fn stream_body<W: World>(&mut self, world: &mut W, piece: W::Piece) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         let is_plain = matches!(exchange.request.framing, Framing::Length(_));
@@ -1599,7 +1602,7 @@ impl Session {
                 incoming,
                 body_bytes,
                 ..
-            } = &mut **exchange;
+            } = exchange;
             let result = incoming.feed(piece.as_ref(), |data| *body_bytes += data.len() as u64);
             let rest = result
                 .ok()
@@ -1625,7 +1628,7 @@ impl Session {
         world: &mut W,
         result: Result<body::Progress, body::Broken>,
     ) -> usize {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return 0;
         };
         match result {
@@ -1778,6 +1781,9 @@ fn read_head<W: World>(
             explain::insert(&explain::field(exchange, world), out);
             exchange.status = head.status;
             exchange.is_event_stream = head.is_event_stream;
+            if head.is_event_stream {
+                world.expect_events();
+            }
             match head.status {
                 429 | 503 => {
                     let secs = head.retry_after_secs.unwrap_or(0);
@@ -2103,7 +2109,7 @@ fn log_unread<W: World>(world: &mut W, status: u16) {
 }
 
 /// Records the end of an exchange; dropping it gives the count back (E1).
-fn finish<W: World>(mut exchange: Box<Exchange>, world: &mut W, outcome: Outcome) {
+fn finish<W: World>(mut exchange: Place, world: &mut W, outcome: Outcome) {
     if exchange.route != Route::Admin {
         world.record(Record {
             route: exchange.route,
@@ -2140,4 +2146,5 @@ fn finish<W: World>(mut exchange: Box<Exchange>, world: &mut W, outcome: Outcome
     if message.capacity() > 0 {
         world.recycle(message);
     }
+    world.put_back(exchange.clear());
 }

@@ -128,7 +128,7 @@ pub(super) fn role_of(route: Route) -> Role {
 impl Session {
     /// The request is here whole, and P/D is on.
     pub(super) fn dispatch_in_legs<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         if !exchange.route.generates() {
@@ -179,7 +179,7 @@ impl Session {
         head: &[u8],
         rest: &[u8],
     ) -> bool {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return false;
         };
         let status = exchange.status;
@@ -219,7 +219,7 @@ impl Session {
     }
 
     fn take_prefill_answer<W: World>(&mut self, world: &mut W, status: u16, rest: &[u8]) -> bool {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return false;
         };
         let Some(pd) = exchange.pd.as_mut() else {
@@ -246,11 +246,11 @@ impl Session {
 
     /// More of a body that is not relayed.
     pub(super) fn collect<W: World>(&mut self, world: &mut W, bytes: &[u8]) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         exchange.last_piece_ns = world.now_ns();
-        let Exchange { outgoing, pd, .. } = &mut **exchange;
+        let Exchange { outgoing, pd, .. } = exchange;
         let Some(pd) = pd else { return };
         let collected = &mut pd.collected;
         match outgoing.feed(bytes, |data| collected.extend_from_slice(data)) {
@@ -272,7 +272,7 @@ impl Session {
 
     /// The body is here.
     pub(super) fn collected<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         if exchange.message_is_out {
@@ -297,7 +297,7 @@ impl Session {
 
     /// Prefill is done: decode begins.
     fn hand_over_blocks<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         super::learn_wait(exchange, world);
@@ -307,7 +307,7 @@ impl Session {
             seat,
             is_trial,
             ..
-        } = &mut **exchange;
+        } = exchange;
         let Some(pd) = pd else { return };
         let Ok(answer) = route::read_prefill_answer(&pd.collected) else {
             return self.leg_broke(world);
@@ -351,11 +351,11 @@ impl Session {
     }
 
     fn begin_decode<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         exchange.role = Role::Decode;
-        let Exchange { pd, tried, .. } = &mut **exchange;
+        let Exchange { pd, tried, .. } = exchange;
         let Some(pd) = pd else { return };
         std::mem::swap(tried, &mut pd.other_tried);
         match pd.reserved.take() {
@@ -373,7 +373,7 @@ impl Session {
 
     /// A held answer goes out, with the prefill worker's token counts.
     fn send_held<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         let keep_alive = keeps_client(exchange, world);

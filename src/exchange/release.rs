@@ -5,12 +5,12 @@
 //! worker that may have got the parameters is the last one to be asked. So that one that cannot have read them is known
 //! from one that may have, each connection is a fresh one.
 
-use super::{Exchange, Head, Leg, PdEvent, Session, World, choose, end_leg, pd, read_head};
+use super::{Head, Leg, PdEvent, Place, Session, World, choose, end_leg, pd, read_head};
 use crate::route::Role;
 
 impl Session {
     /// Of an exchange that has ended before its decode worker got the parameters; it still holds the decode seat.
-    pub(super) fn of_orphan(mut exchange: Box<Exchange>) -> Session {
+    pub(super) fn of_orphan(mut exchange: Place) -> Session {
         exchange.leg = Leg::None;
         exchange.message_is_out = false;
         exchange.broken = false;
@@ -32,7 +32,7 @@ impl Session {
     }
 
     fn dial_release<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.release.as_mut() else {
+        let Some(exchange) = self.release.as_deref_mut() else {
             return;
         };
         exchange.answer_begun = false;
@@ -49,7 +49,7 @@ impl Session {
 
     /// The connection is there.
     pub(super) fn send_release<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.release.as_mut() else {
+        let Some(exchange) = self.release.as_deref_mut() else {
             return;
         };
         if exchange.leg == Leg::Connecting {
@@ -71,7 +71,7 @@ impl Session {
 
     /// Nobody got the parameters yet: another decode worker may.
     fn release_elsewhere<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.release.as_mut() else {
+        let Some(exchange) = self.release.as_deref_mut() else {
             return;
         };
         end_leg(exchange, world, false);
@@ -85,7 +85,7 @@ impl Session {
     }
 
     pub(super) fn on_release_bytes<W: World>(&mut self, world: &mut W, bytes: &[u8]) {
-        let Some(exchange) = self.release.as_mut() else {
+        let Some(exchange) = self.release.as_deref_mut() else {
             return;
         };
         exchange.answer_begun = true;
@@ -118,7 +118,7 @@ impl Session {
     }
 
     pub(super) fn on_release_broken<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.release.as_mut() else {
+        let Some(exchange) = self.release.as_deref_mut() else {
             return;
         };
         if exchange.message_is_out {
@@ -138,7 +138,7 @@ impl Session {
 
     pub(super) fn on_release_sent<W: World>(&mut self, world: &mut W, bytes: Vec<u8>) {
         world.recycle(bytes);
-        if let Some(exchange) = self.release.as_mut() {
+        if let Some(exchange) = self.release.as_deref_mut() {
             exchange.message_is_out = false;
             if std::mem::take(&mut exchange.broken) {
                 self.on_release_broken(world);

@@ -38,7 +38,7 @@ impl Tokens {
 impl Session {
     /// Whether the request waits for its tokens now.
     pub(super) fn awaits_tokens<W: World>(&mut self, world: &mut W) -> bool {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return false;
         };
         if !matches!(exchange.tokens, Tokens::Unasked) {
@@ -54,7 +54,7 @@ impl Session {
 
     /// The tokens asked for under a number are there, or they are late, or not to be had.
     pub fn on_tokens<W: World>(&mut self, world: &mut W, number: u64, prompt: Option<Box<Prompt>>) {
-        let Some(exchange) = self.exchange.as_ref() else {
+        let Some(exchange) = self.exchange.as_deref() else {
             return;
         };
         // What comes late is of a request that has gone on, or of one that was here before.
@@ -65,7 +65,7 @@ impl Session {
 
     /// The request goes on, with its tokens or without them.
     pub(super) fn end_tokens<W: World>(&mut self, world: &mut W, prompt: Option<Box<Prompt>>) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         exchange.tokens = prompt.map_or(Tokens::Unknown, Tokens::Made);
@@ -75,7 +75,7 @@ impl Session {
 
     /// Whether the request waits for the tokens of this number.
     pub fn waits_for_tokens(&self, number: u64) -> bool {
-        let exchange = self.exchange.as_ref();
+        let exchange = self.exchange.as_deref();
         exchange.is_some_and(|x| matches!(x.tokens, Tokens::Asked(asked) if asked == number))
     }
 }

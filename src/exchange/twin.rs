@@ -163,7 +163,7 @@ impl Session {
     /// Both seats are taken: the prefill leg goes its own way, and the exchange is in its decode leg. The decode worker;
     /// `None`: the prefill worker has just gone.
     pub(super) fn split<W: World>(&mut self, world: &mut W) -> Option<Slot> {
-        let exchange = self.exchange.as_mut()?;
+        let exchange = self.exchange.as_deref_mut()?;
         let message = pd::write_message(exchange, world)?;
         let pd = exchange.pd.as_mut()?;
         let (Some(seat), Some(reserved)) = (exchange.seat.take(), pd.reserved.take()) else {
@@ -213,7 +213,7 @@ impl Session {
 
     /// What has become of prefill? `true`: all that follows from it has been done.
     pub(super) fn look_at_twin<W: World>(&mut self, world: &mut W) -> bool {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return false;
         };
         let Some(pd) = exchange.pd.as_mut() else {
@@ -309,14 +309,14 @@ impl Session {
 
     /// Bytes of the decode worker while prefill runs, or may.
     pub(super) fn hold<W: World>(&mut self, world: &mut W, bytes: &[u8]) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         exchange.partial_head.extend_from_slice(bytes);
         if self.look_at_twin(world) {
             return;
         }
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         if is_refusal(&exchange.partial_head) {
@@ -335,7 +335,7 @@ impl Session {
 
     /// The decode leg has ended while prefill runs, or may. `true`: it is taken care of.
     pub(super) fn decode_ended<W: World>(&mut self, world: &mut W, failed: bool) -> bool {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return false;
         };
         let has_twin = exchange.pd.as_ref().is_some_and(|pd| pd.twin.is_some());

@@ -51,7 +51,7 @@ pub(super) struct Wait {
 impl Session {
     /// Whether the request may use workers now. If not, it waits or has been refused.
     pub(super) fn is_let_in<W: World>(&mut self, world: &mut W) -> bool {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return false;
         };
         if exchange.permit.is_some() {
@@ -86,7 +86,7 @@ impl Session {
 
     /// There is no seat: whether the request waits for one.
     pub(super) fn waits_for_seat<W: World>(&mut self, world: &mut W, why: NoSeat) -> bool {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return false;
         };
         let what = match why {
@@ -119,7 +119,7 @@ impl Session {
 
     /// The request's turn: it is let in, or may look for a seat again.
     pub fn on_turn<W: World>(&mut self, world: &mut W, permit: Permit) {
-        let Some(exchange) = self.exchange.as_mut().filter(|x| is_queued(x)) else {
+        let Some(exchange) = self.exchange.as_deref_mut().filter(|x| is_queued(x)) else {
             return world.leave(permit);
         };
         exchange.permit = Some(permit);
@@ -135,7 +135,7 @@ impl Session {
 
     /// A time limit of a request that waits: to be asked whether its client is there, or to be refused.
     pub(super) fn on_wait_deadline<W: World>(&mut self, world: &mut W) {
-        let Some(exchange) = self.exchange.as_mut() else {
+        let Some(exchange) = self.exchange.as_deref_mut() else {
             return;
         };
         let Some(wait) = exchange.wait else { return };

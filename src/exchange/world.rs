@@ -3,7 +3,7 @@
 
 use shards::{LoadGuard, Permit, Slot, WorkerId};
 
-use super::{Entrance, Session};
+use super::{Empty, Entrance, Session};
 use crate::access_log::Entry;
 use crate::config::Config;
 use crate::held::Held;
@@ -178,6 +178,16 @@ pub trait World {
     fn clock_ns(&self) -> u64;
     /// No new requests on any connection.
     fn is_draining(&self) -> bool;
+    /// The leg's answer is a stream of events.
+    fn expect_events(&mut self) {}
+
+    /// Memory of a request that has ended.
+    fn place(&mut self) -> Option<Empty> {
+        None
+    }
+    /// And back.
+    fn put_back(&mut self, _left: Empty) {}
+
     /// A fresh request id, appended.
     fn make_request_id(&mut self, route: Route, out: &mut Vec<u8>);
 

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use super::{Refusal, body::Framing, has_bare_line_end, is, is_hop_by_hop, lists};
 
 /// Limits of a head.
@@ -37,7 +39,7 @@ pub struct Request {
     /// Method, as sent.
     pub method: Method,
     /// Path and query in origin form, as sent.
-    pub target: Vec<u8>,
+    pub target: SmallVec<[u8; 40]>,
     /// HTTP/1.0: no chunked answer, no keep-alive unless asked.
     pub is_http10: bool,
     /// Whether the client lets the connection live on.
@@ -238,7 +240,7 @@ fn read(
             ));
         }
     }
-    let target = origin_form(method, target)?.to_vec();
+    let target = SmallVec::from_slice(origin_form(method, target)?);
     let mut request = Request {
         method: Method::of(method),
         target,

@@ -27,12 +27,14 @@ pub use inherit::{Inherited, inherited};
 pub use parent::end_with_parent;
 pub use probe::{Abilities, TaskRun, probe};
 pub use socket::{
-    adopt_listener, eventfd, has_pending, listen, listeners, raise_descriptor_limit,
+    adopt_listener, delay_acks, eventfd, has_pending, listen, listeners, raise_descriptor_limit,
     reset_on_close, send_now, set_no_delay, shutdown, shutdown_write, signal,
 };
 
 /// One send hands over at most this much; the rest follows.
 const SEND_BYTES_MAX: usize = 1 << 30;
+/// A sleep that gathers ends at once when so much has happened.
+const GATHER_COUNT: usize = 32;
 
 /// Names a connection of this core: index and generation, so that a late completion never meets the next owner of a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -304,14 +306,16 @@ impl Ring {
     }
 
     /// Hands all pending work to the kernel and sleeps until something happens or the time is over (`None`: for ever).
-    /// The only place where a core sleeps.
+    /// The only place where a core sleeps. What happens within the first `gather` is taken together, when that is over
+    /// or a good deal has happened; later, the first of it ends the sleep. (Needs [`Abilities::minimum_wait`]; else zero.)
     ///
     /// # Errors
     /// The ring itself is broken; the core cannot go on.
-    pub fn turn(&mut self, sleep: Option<Duration>) -> io::Result<()> {
+    pub fn turn(&mut self, sleep: Option<Duration>, gather: Duration) -> io::Result<()> {
         let result = match sleep {
-            Some(sleep) if sleep.is_zero() => self.enter(0, None),
-            _ => self.enter(1, sleep),
+            Some(sleep) if sleep.is_zero() => self.enter(0, None, Duration::ZERO),
+            _ if gather.is_zero() => self.enter(1, sleep, gather),
+            _ => self.enter(GATHER_COUNT, sleep, gather),
         };
         match result {
             Ok(()) => {}
@@ -342,14 +346,19 @@ impl Ring {
         Some(event)
     }
 
-    fn enter(&mut self, want: usize, sleep: Option<Duration>) -> io::Result<()> {
+    fn enter(&mut self, want: usize, sleep: Option<Duration>, gather: Duration) -> io::Result<()> {
         let Some(sleep) = sleep else {
-            return self.uring.submitter().submit_and_wait(want).map(drop);
+            return self
+                .uring
+                .submitter()
+                .submit_and_wait(want.min(1))
+                .map(drop);
         };
         let time = Timespec::new()
             .sec(sleep.as_secs())
             .nsec(sleep.subsec_nanos());
-        let args = SubmitArgs::new().timespec(&time);
+        let gather_us = gather.as_micros() as u32;
+        let args = SubmitArgs::new().timespec(&time).min_wait_usec(gather_us);
         self.uring
             .submitter()
             .submit_with_args(want, &args)
@@ -510,3 +519,6 @@ fn build(defer_taskrun: bool) -> io::Result<IoUring> {
     }
     Err(last.unwrap_or_else(|| io::Error::from_raw_os_error(libc::EINVAL)))
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
+use io_uring::types::{SubmitArgs, Timespec};
 use io_uring::{IoUring, Probe, opcode};
 
 use super::{buffers, receive_entry};
@@ -28,6 +29,8 @@ pub struct Abilities {
     pub buffer_rings: bool,
     /// Multishot receive (Linux 6.0).
     pub multishot_receive: bool,
+    /// A wait for several completions that is content with one when its minimal time is over (Linux 6.12).
+    pub minimum_wait: bool,
     /// Task run.
     pub task_run: TaskRun,
 }
@@ -48,6 +51,7 @@ pub fn probe() -> io::Result<Abilities> {
         operations,
         buffer_rings: multishot_receive.is_ok(),
         multishot_receive: multishot_receive.unwrap_or(false),
+        minimum_wait: minimum_wait(&ring),
         task_run: task_run(),
     })
 }
@@ -84,6 +88,14 @@ fn multishot_receive(ring: &mut IoUring) -> io::Result<bool> {
     ring.submitter().unregister_buf_ring(buffers::GROUP)?;
     drop(pool);
     Ok(result == 1)
+}
+
+/// A kernel without it calls the field that says how long a mistake.
+fn minimum_wait(ring: &IoUring) -> bool {
+    let time = Timespec::new().nsec(2_000);
+    let args = SubmitArgs::new().timespec(&time).min_wait_usec(1);
+    let result = ring.submitter().submit_with_args(2, &args);
+    !matches!(result, Err(e) if e.raw_os_error() == Some(libc::EINVAL))
 }
 
 fn task_run() -> TaskRun {

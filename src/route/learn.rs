@@ -20,12 +20,14 @@ impl Batches {
         }
     }
 
-    /// Hands each owner its part of `hashes`, in the order of the chain. Nothing for owners without a part.
+    /// Hands each owner its part of `hashes`, in the order of the chain, and takes an empty vector in its place. Nothing for
+    /// owners without a part.
     fn deal(
         &mut self,
         tree: &Tree,
         hashes: &[PrefixHash],
-        mut hand: impl FnMut(usize, Box<[PrefixHash]>),
+        spare: &mut impl FnMut() -> Vec<PrefixHash>,
+        mut hand: impl FnMut(usize, Vec<PrefixHash>),
     ) {
         for hash in hashes {
             let owner = tree.owner(*hash);
@@ -40,8 +42,7 @@ impl Batches {
             .enumerate()
             .filter(|(_, part)| !part.is_empty())
         {
-            hand(owner, part.as_slice().into());
-            part.clear();
+            hand(owner, std::mem::replace(part, spare()));
         }
     }
 }
@@ -54,14 +55,16 @@ impl Batches {
 /// - `Touch` of the blocks it did hold, one for each owner, when they were last used some time ago: a system prompt
 ///   must not grow old under conversations that come and go on top of it.
 ///
-/// Nothing, and no allocation, when the worker holds the whole prompt and it is fresh. Losing a lesson is harmless:
-/// the next request with that prefix teaches it again.
+/// Nothing when the worker holds the whole prompt and it is fresh. Losing a lesson is harmless: the next request with that
+/// prefix teaches it again. `spare` gives empty vectors for the hashes: where it has used ones ([`shards::Shard::spare`]),
+/// nothing is allocated.
 pub fn lessons(
     tree: &Tree,
     pin: &Pin<'_>,
     chain: &[PrefixHash],
     slot: Slot,
     batches: &mut Batches,
+    mut spare: impl FnMut() -> Vec<PrefixHash>,
     mut emit: impl FnMut(usize, Lesson),
 ) {
     let (held, is_stale) = match tree.find_held_by(pin, chain, slot) {
@@ -70,7 +73,7 @@ pub fn lessons(
     };
     let (old, new) = chain.split_at(held);
     if is_stale {
-        batches.deal(tree, old, |owner, hashes| {
+        batches.deal(tree, old, &mut spare, |owner, hashes| {
             emit(owner, Lesson::Touch { hashes })
         });
     }
@@ -83,7 +86,7 @@ pub fn lessons(
     {
         emit(tree.owner(parent), Lesson::Branch { parent });
     }
-    batches.deal(tree, new, |owner, hashes| {
+    batches.deal(tree, new, &mut spare, |owner, hashes| {
         emit(
             owner,
             Lesson::Insert {

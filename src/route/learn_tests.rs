@@ -49,6 +49,7 @@ impl World {
             chain,
             slot,
             &mut self.batches,
+            Vec::new,
             |owner, lesson| {
                 emitted.push(match &lesson {
                     Lesson::Insert { worker, hashes } => {

@@ -183,6 +183,7 @@ impl Router {
                 &self.chain,
                 slot,
                 &mut self.batches,
+                Vec::new,
                 |owner, lesson| {
                     shards[owner].apply(lesson);
                 },

@@ -485,6 +485,7 @@ impl Hands<'_> {
             &core.chain,
             slot,
             &mut core.batches,
+            Vec::new,
             |_, lesson| shard.apply(lesson),
         );
         while shard.work(64) {}

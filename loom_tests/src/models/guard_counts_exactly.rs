@@ -47,7 +47,7 @@ fn two_exchanges_on_two_threads() {
 fn a_shared_exchange_on_three_threads() {
     model(|| {
         let (books, worker) = books();
-        let guard = acquire(&books, worker, 100);
+        let mut guard = acquire(&books, worker, 100);
         let (first, second) = (guard.share(), guard.share());
         let threads = [
             thread::spawn(move || first.activate()),
@@ -75,7 +75,7 @@ fn a_shared_exchange_on_three_threads() {
 fn a_drained_slot_shows_zeros() {
     model(|| {
         let (books, worker) = books();
-        let guard = acquire(&books, worker, 100);
+        let mut guard = acquire(&books, worker, 100);
         let shared = guard.share();
         let trace = Trace::new();
         let theirs = trace.clone();

@@ -15,7 +15,7 @@ fn check(
         let books = Arc::new(Books::new(1));
         let worker = books.open(Slot(0)).unwrap();
         let bystander = LoadGuard::acquire(Arc::clone(&books), worker, 1).unwrap();
-        let guard = LoadGuard::acquire(Arc::clone(&books), worker, 100).unwrap();
+        let mut guard = LoadGuard::acquire(Arc::clone(&books), worker, 100).unwrap();
         let shared = guard.share();
         let thread = thread::spawn(move || other_act(shared));
         act(guard);

@@ -11,19 +11,19 @@ pub enum Lesson {
         /// Who holds them.
         worker: Slot,
         /// The blocks, each owned by this shard.
-        hashes: Box<[PrefixHash]>,
+        hashes: Vec<PrefixHash>,
     },
     /// The worker holds these blocks no more: its engine said so. What it did not hold is passed over.
     Remove {
         /// Who held them.
         worker: Slot,
         /// The blocks, each owned by this shard.
-        hashes: Box<[PrefixHash]>,
+        hashes: Vec<PrefixHash>,
     },
     /// These blocks were used again: their age becomes the newest.
     Touch {
         /// The blocks, each owned by this shard.
-        hashes: Box<[PrefixHash]>,
+        hashes: Vec<PrefixHash>,
     },
     /// A new continuation of this block has been learnt; counted up to three.
     Branch {

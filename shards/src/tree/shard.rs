@@ -13,6 +13,9 @@ use crate::sync::Arc;
 
 /// How many hashes ahead memory is asked for.
 const PREFETCH_AHEAD: usize = 8;
+/// Vectors of lessons that are kept for later ones, and how large: 256 KiB a shard at most.
+const SPARE_COUNT_MAX: usize = 64;
+const SPARE_HASHES_MAX: usize = 512;
 
 /// The owner of one shard. `Send`; the only handle that may write it.
 pub struct Shard {
@@ -23,6 +26,8 @@ pub struct Shard {
     /// Hashes of the first lesson that are done.
     done_count: usize,
     sweep: Sweep,
+    /// Vectors of lessons that are done.
+    spare: Vec<Vec<PrefixHash>>,
 }
 
 impl Shard {
@@ -34,6 +39,7 @@ impl Shard {
             queue: VecDeque::new(),
             done_count: 0,
             sweep: Sweep::new(),
+            spare: Vec::new(),
         };
         shard.settle();
         shard
@@ -81,6 +87,19 @@ impl Shard {
         !self.is_idle()
     }
 
+    /// An empty vector, if a lesson has left one: the next lesson's hashes need no allocation.
+    pub fn spare(&mut self) -> Option<Vec<PrefixHash>> {
+        self.spare.pop()
+    }
+
+    fn keep(&mut self, mut hashes: Vec<PrefixHash>) {
+        let is_usual = (1..=SPARE_HASHES_MAX).contains(&hashes.capacity());
+        if is_usual && self.spare.len() < SPARE_COUNT_MAX {
+            hashes.clear();
+            self.spare.push(hashes);
+        }
+    }
+
     /// Nothing queued, nothing being purged.
     #[must_use]
     pub fn is_idle(&self) -> bool {
@@ -126,6 +145,7 @@ impl Shard {
             queue,
             done_count,
             sweep,
+            ..
         } = self;
         let view = &tree.views[*index];
         let Some(lesson) = queue.front() else {
@@ -164,8 +184,16 @@ impl Shard {
             Lesson::Branch { .. } | Lesson::Purge { .. } => 1,
         };
         if *done_count >= count {
-            queue.pop_front();
+            let done = queue.pop_front();
             *done_count = 0;
+            if let Some(
+                Lesson::Insert { hashes, .. }
+                | Lesson::Remove { hashes, .. }
+                | Lesson::Touch { hashes },
+            ) = done
+            {
+                self.keep(hashes);
+            }
         }
         steps.max(1)
     }

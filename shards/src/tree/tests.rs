@@ -49,11 +49,11 @@ impl Rig {
         self.teach(hashes, |hashes| Lesson::Touch { hashes });
     }
 
-    fn teach(&mut self, hashes: &[PrefixHash], lesson: impl Fn(Box<[PrefixHash]>) -> Lesson) {
+    fn teach(&mut self, hashes: &[PrefixHash], lesson: impl Fn(Vec<PrefixHash>) -> Lesson) {
         let mut batches = vec![Vec::new(); self.shards.len()];
         split_by_owner(&self.tree, hashes, &mut batches);
         for (shard, batch) in self.shards.iter_mut().zip(batches) {
-            shard.apply(lesson(batch.into()));
+            shard.apply(lesson(batch));
         }
     }
 
