@@ -1,15 +1,21 @@
 //! `kv_aware`: the worker on which the prompt costs least, by what engines say they hold. vllm-router's rule (0.1.17; the
 //! LMetric product): cost = (new tokens + tokens waiting for prefill there) x (requests there + 1).
 //!
-//! New tokens are the prompt's less the worker's credit ([`Credits`]), which is scaled by how far its events are trusted. The tokens
+//! New tokens are the prompt's less the worker's credit, which is scaled by how far its events are trusted. The tokens
 //! that wait are read from the books, which count under this policy new tokens, not prompts, at four bytes each
 //! ([`TOKEN_BYTES`]); so both factors are taken back with the request's guard, and cannot leak.
+//!
+//! Who holds how much is asked only of those for whom it can make a difference ([`Race`]). The deepest block that anybody holds bounds
+//! everybody's credit; one tight pass over the loads then leaves the few workers that could still be the cheapest; and of
+//! depths further up only those are looked at to which one of these few would have to reach. The choice is the same as if
+//! every worker's cost had been worked out in full, but where holdings of those few end at more than eight depths: who holds
+//! less than the deepest eight gets no credit.
 
-use shards::Slot;
+use shards::{Slot, SlotSet};
 
 use super::candidates::Candidates;
-use super::index::Credits;
-use super::policy::{Decision, Entrants, Loads, Rng, Seen, Settings, TOKEN_BYTES};
+use super::index::{Credits, Holdings, LEVEL_COUNT_MAX, Level};
+use super::policy::{Decision, Entrants, Loads, Rng, Seen, Settings, TOKEN_BYTES, Turn, lot};
 use super::reason::Reason;
 
 /// A prompt whose tokens are known.
@@ -17,31 +23,110 @@ use super::reason::Reason;
 pub struct Tokens<'k> {
     /// How many they are, at least 1.
     pub count: u64,
-    /// Who holds how many of them.
+    /// Who holds how many of them, as far as it was found out beforehand.
     pub credits: &'k Credits,
+    /// The others can be asked of this.
+    pub holdings: Option<Holdings<'k>>,
 }
 
-/// A worker with its cost.
-#[derive(Clone, Copy)]
-struct Offer {
-    seen: Seen,
-    new: u64,
-    cost: f64,
-}
-
-impl Offer {
-    /// Less is better: cost, then new tokens, then requests (vllm-router).
-    fn rank(&self) -> (f64, u64, u32) {
-        (self.cost, self.new, self.seen.load)
+impl Tokens<'_> {
+    /// A worker's credit, in tokens.
+    pub fn credit(&self, slot: Slot) -> u64 {
+        let held = self.holdings.map_or(0, |holdings| holdings.credit(slot));
+        held.max(self.credits.find(slot))
     }
 }
 
-fn offer<L: Loads>(tokens: Tokens<'_>, field: &Entrants<'_, L>, slot: Slot) -> Offer {
-    let seen = field.see(slot);
-    let new = tokens.count.saturating_sub(tokens.credits.find(slot));
-    let waiting = field.loads.waiting_bytes(slot) / TOKEN_BYTES as u64;
-    let cost = (new + waiting) as f64 * (f64::from(seen.load) + 1.0);
-    Offer { seen, new, cost }
+/// A worker's load, read once.
+#[derive(Clone, Copy, Debug)]
+struct Rival {
+    slot: Slot,
+    load: u32,
+    waiting: u64,
+}
+
+impl Rival {
+    #[inline]
+    fn of<L: Loads>(loads: &L, slot: Slot) -> Rival {
+        Rival {
+            slot,
+            load: loads.load(slot),
+            waiting: loads.waiting_bytes(slot) / TOKEN_BYTES as u64,
+        }
+    }
+
+    #[inline]
+    fn cost(self, new: u64) -> f64 {
+        // By way of i64, for which there is an instruction; so many tokens there are not.
+        (new + self.waiting) as i64 as f64 * self.requests()
+    }
+
+    /// Those that would share the worker, this one too.
+    #[inline]
+    fn requests(self) -> f64 {
+        f64::from(self.load) + 1.0
+    }
+
+    /// The credit with which it would cost so much.
+    fn needs(self, count: u64, cost: f64) -> f64 {
+        (count + self.waiting) as i64 as f64 - cost / self.requests()
+    }
+}
+
+/// A worker with its cost.
+#[derive(Clone, Copy, Debug)]
+struct Offer {
+    rival: Rival,
+    new: u64,
+    cost: f64,
+    lot: u64,
+}
+
+impl Offer {
+    /// Less is better: cost, then new tokens, then requests (vllm-router), then chance (R2).
+    fn rank(&self) -> (f64, u64, u32, u64) {
+        (self.cost, self.new, self.rival.load, self.lot)
+    }
+}
+
+/// Scratch of a choice. One a core and role.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Race {
+    /// Who may still be the cheapest.
+    rivals: Vec<Rival>,
+    /// Their sources that hold less than the levels looked at.
+    sources: SlotSet,
+}
+
+/// The best offer so far.
+struct Best {
+    count: u64,
+    draw: u64,
+    offer: Option<Offer>,
+    cost: f64,
+}
+
+impl Best {
+    #[inline]
+    fn see(&mut self, rival: Rival, credit: u64) {
+        let new = self.count.saturating_sub(credit);
+        let cost = rival.cost(new);
+        if cost <= self.cost {
+            self.compare(rival, new, cost);
+        }
+    }
+
+    fn compare(&mut self, rival: Rival, new: u64, cost: f64) {
+        let offer = Offer {
+            rival,
+            new,
+            cost,
+            lot: lot(self.draw, rival.slot),
+        };
+        if self.offer.is_none_or(|best| offer.rank() < best.rank()) {
+            (self.offer, self.cost) = (Some(offer), cost);
+        }
+    }
 }
 
 /// Chooses by cost. `None`: nobody is left.
@@ -49,40 +134,140 @@ pub(super) fn of_tokens<L: Loads>(
     settings: &Settings,
     tokens: Tokens<'_>,
     field: &Entrants<'_, L>,
-    rng: &mut Rng,
+    turn: &mut Turn,
 ) -> Option<Decision> {
-    let mut best: Option<Offer> = None;
-    let mut equal_count = 0;
-    for slot in field.slots() {
-        let offer = offer(tokens, field, slot);
-        let is_better = best.is_none_or(|best| offer.rank() < best.rank());
-        let is_equal = best.is_some_and(|best| offer.rank() == best.rank());
-        if is_better {
-            equal_count = 0;
-        }
-        if is_better || is_equal {
-            equal_count += 1;
-            // Each of the equals with the same chance (R2).
-            if rng.below(equal_count) == 0 {
-                best = Some(offer);
-            }
-        }
-    }
-    let best = best?;
+    let (rng, race) = (&mut turn.rng, &mut turn.race);
+    let best = race.run(tokens, field, rng.next())?;
     let chosen = match settings.temperature {
         t if t > 0.0 => drawn(tokens, field, rng, best.cost, t).unwrap_or(best),
         _ => best,
     };
-    let credit = tokens.count - chosen.new;
-    let reason = if credit > 0 {
-        Reason::LeastCostWarm
-    } else {
-        Reason::LeastCostCold
+    let reason = match tokens.count - chosen.new {
+        0 => Reason::LeastCostCold,
+        _ => Reason::LeastCostWarm,
+    };
+    let seen = Seen {
+        slot: chosen.rival.slot,
+        load: chosen.rival.load,
     };
     Some(Decision {
         new_tokens: Some(chosen.new),
-        ..chosen.seen.because(reason, 0)
+        ..seen.because(reason, 0)
     })
+}
+
+impl Race {
+    /// The cheapest of all.
+    fn run<L: Loads>(
+        &mut self,
+        tokens: Tokens<'_>,
+        field: &Entrants<'_, L>,
+        draw: u64,
+    ) -> Option<Offer> {
+        let (offer, cost) = (None, f64::INFINITY);
+        let mut best = Best {
+            count: tokens.count,
+            draw,
+            offer,
+            cost,
+        };
+        for (slot, credit) in &tokens.credits.of {
+            if field.has(*slot) {
+                best.see(Rival::of(field.loads, *slot), *credit);
+            }
+        }
+        let holdings = tokens.holdings.as_ref();
+        let deepest = holdings.and_then(|holdings| {
+            let level = holdings.deepest(|slot| field.candidates.contains(slot))?;
+            Some((holdings, level))
+        });
+        let mut most = 0;
+        if let Some((holdings, level)) = &deepest {
+            most = holdings.most_at(level);
+            for (slot, credit) in holdings.first_few(level) {
+                if field.has(slot) {
+                    best.see(Rival::of(field.loads, slot), credit);
+                }
+            }
+        }
+        match field.exclude {
+            [] => self.line_up(field.candidates.slots().iter().copied(), field, &best, most),
+            _ => self.line_up(field.slots(), field, &best, most),
+        }
+        self.rivals.iter().for_each(|rival| best.see(*rival, 0));
+        if let Some((holdings, level)) = deepest {
+            self.descend(holdings, level, &mut best);
+        }
+        best.offer
+    }
+
+    /// Lists those who may be the cheapest if nobody is credited with more than `most`.
+    fn line_up<L: Loads>(
+        &mut self,
+        slots: impl Iterator<Item = Slot>,
+        field: &Entrants<'_, L>,
+        best: &Best,
+        most: u64,
+    ) {
+        let none = Rival {
+            slot: Slot(0),
+            load: 0,
+            waiting: 0,
+        };
+        self.rivals.resize(field.candidates.len(), none);
+        let (mut bound, mut len) = (best.cost, 0);
+        let least_new = best.count.saturating_sub(most);
+        for slot in slots {
+            let rival = Rival::of(field.loads, slot);
+            bound = bound.min(rival.cost(best.count));
+            // Written in any case: a jump here would be mistaken half of the time.
+            self.rivals[len] = rival;
+            len += usize::from(rival.cost(least_new) <= bound);
+        }
+        self.rivals.truncate(len);
+    }
+
+    /// From the deepest level on: who holds so much offers it, and who cannot be the cheapest any more is dropped.
+    fn descend<'k>(&mut self, holdings: &Holdings<'k>, mut level: Level<'k>, best: &mut Best) {
+        let mut most = holdings.most_at(&level);
+        for _ in 0..LEVEL_COUNT_MAX {
+            let least_new = best.count.saturating_sub(most);
+            let bound = best.cost;
+            self.rivals.retain(|rival| {
+                if rival.cost(least_new) > bound.min(best.cost) {
+                    return false;
+                }
+                let mut holds_less = false;
+                let credit = holdings.credit_at(&level, rival.slot, |_| holds_less = true);
+                if credit > 0 {
+                    best.see(*rival, credit);
+                }
+                holds_less
+            });
+            most = holdings.most_short_of(&level);
+            let least_new = best.count.saturating_sub(most);
+            let mut needs = f64::INFINITY;
+            self.sources.clear();
+            self.rivals.retain(|rival| {
+                let may_win = rival.cost(least_new) <= best.cost;
+                if may_win {
+                    needs = needs.min(rival.needs(best.count, best.cost));
+                    holdings.credit_at(&level, rival.slot, |source| self.sources.add(source));
+                }
+                may_win
+            });
+            // A token less than it takes: the quotient was rounded.
+            let needs = (needs - 1.0).max(1.0);
+            if self.rivals.is_empty() || most == 0 || needs > most as f64 {
+                return;
+            }
+            match holdings.next(&level, needs as u64, &self.sources) {
+                Some(next) => level = next,
+                None => return,
+            }
+            most = holdings.most_at(&level);
+        }
+    }
 }
 
 /// Whether a worker has less than its even share of all requests, the one at hand among them: load < ceil((all + 1) / workers).
@@ -106,14 +291,21 @@ fn drawn<L: Loads>(
     let mut sum = 0.0;
     let mut chosen = None;
     for slot in field.slots() {
-        let offer = offer(tokens, field, slot);
-        let weight = (-(offer.cost - least) / temperature).exp();
+        let rival = Rival::of(field.loads, slot);
+        let new = tokens.count.saturating_sub(tokens.credit(slot));
+        let cost = rival.cost(new);
+        let weight = (-(cost - least) / temperature).exp();
         // Loads move meanwhile: a cost may be below the least that was seen.
         let weight = weight.clamp(0.0, 1e100);
         sum += weight;
         let lot = rng.below(1 << 53) as f64 / (1_u64 << 53) as f64;
         if lot * sum < weight {
-            chosen = Some(offer);
+            chosen = Some(Offer {
+                rival,
+                new,
+                cost,
+                lot: 0,
+            });
         }
     }
     chosen
