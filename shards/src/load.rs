@@ -554,7 +554,7 @@ mod tests {
     #[test]
     fn an_underflow_is_counted_and_changes_nothing() {
         let (books, worker) = open_books();
-        books.tally(SLOT).add_waiting(0);
+        books.add_waiting(SLOT, 0);
         books.give_back(worker, 0, false);
         assert_eq!(
             (books.underflow_count(), books.load(SLOT)),

@@ -69,6 +69,8 @@ impl Trust {
 const GUESS_PERCENT: u64 = 50;
 /// Most depths at which holders are looked for; who holds less than the deepest eight levels gets no credit.
 pub(super) const LEVEL_COUNT_MAX: usize = 8;
+/// Sources of a level that are looked at whatever else is known.
+const NARROW_MAX: usize = 8;
 /// Most sources of a worker that are looked at, should I2's reader be led round.
 const SOURCE_COUNT_MAX: usize = 256;
 /// Adapters told apart, a power of two.
@@ -480,6 +482,13 @@ pub struct Holdings<'k> {
 /// A depth at which somebody's holding ends, with all who hold so much.
 pub(super) struct Level<'k>(Match<'k>);
 
+impl Level<'_> {
+    /// More sources hold so much than are looked at one by one.
+    pub(super) fn is_wide(&self) -> bool {
+        self.0.holders().nth(NARROW_MAX).is_some()
+    }
+}
+
 impl<'k> Holdings<'k> {
     /// What a worker need not compute: some ten probes. For one worker; for many there are levels.
     pub fn credit(&self, slot: Slot) -> u64 {
@@ -490,32 +499,50 @@ impl<'k> Holdings<'k> {
         held.max().unwrap_or(0)
     }
 
-    /// The deepest level to which any candidate holds the prompt.
-    pub(super) fn deepest(&self, is_candidate: impl Fn(Slot) -> bool) -> Option<Level<'k>> {
+    /// What all of it is worth: nobody is credited with more.
+    pub(super) fn most(&self) -> u64 {
+        self.worth(self.chain.len(), Trust::Exact)
+    }
+
+    /// The deepest level to which a candidate's source holds the prompt, other than those that are `done`; of at most `most`
+    /// tokens, and of those that are worth `least` and more.
+    pub(super) fn deepest(
+        &self,
+        most: u64,
+        least: u64,
+        done: &SlotSet,
+        is_candidate: impl Fn(Slot) -> bool,
+    ) -> Option<Level<'k>> {
         let counts = |source| {
             let word = self.index.source(source);
             word.trust() != Trust::Blind && is_candidate(word.slot())
         };
-        self.index
-            .tree
-            .find(self.pin, self.chain, counts)
-            .map(Level)
+        let (chain, least) = self.between(most, least);
+        let tree = &self.index.tree;
+        let found = tree.find_further(self.pin, chain, least, done, counts);
+        found.map(Level)
     }
 
-    /// The next level, of less blocks, to which one of these sources holds the prompt, if it is worth `tokens` or more.
-    pub(super) fn next(
+    /// The same for these sources.
+    pub(super) fn deepest_among(
         &self,
-        level: &Level<'_>,
-        tokens: u64,
+        most: u64,
+        least: u64,
         sources: &SlotSet,
     ) -> Option<Level<'k>> {
-        let chain = &self.chain[..level.0.blocks - 1];
-        let least = tokens.div_ceil(self.index.block_tokens as u64) as usize;
+        let (chain, least) = self.between(most, least);
         let found = self.index.tree.find_among(self.pin, chain, least, sources);
         found.map(Level)
     }
 
-    /// What the level is worth to whoever is believed in all: nobody is credited with more.
+    /// The blocks of `most` tokens, and how many it takes to be worth `least`.
+    fn between(&self, most: u64, least: u64) -> (&'k [PrefixHash], usize) {
+        let tokens = self.index.block_tokens as u64;
+        let len = self.chain.len().min((most / tokens) as usize);
+        (&self.chain[..len], least.div_ceil(tokens) as usize)
+    }
+
+    /// What the level is worth to whoever is believed in all: of those who hold no more nobody is credited with more.
     pub(super) fn most_at(&self, level: &Level<'_>) -> u64 {
         self.worth(level.0.blocks, Trust::Exact)
     }
@@ -529,27 +556,31 @@ impl<'k> Holdings<'k> {
     #[inline]
     pub(super) fn credit_at(
         &self,
-        level: &Level<'_>,
+        level: Option<&Level<'_>>,
         slot: Slot,
         mut rest: impl FnMut(Slot),
     ) -> u64 {
         let mut credit = 0;
         for (source, trust) in self.index.sources_of(slot) {
-            match level.0.is_held_by(source) {
-                true => credit = credit.max(self.worth(level.0.blocks, trust)),
-                false => rest(source),
+            match level {
+                Some(level) if level.0.is_held_by(source) => {
+                    credit = credit.max(self.worth(level.0.blocks, trust));
+                }
+                _ => rest(source),
             }
         }
         credit
     }
 
-    /// The workers of a level's first few sources, with what it is worth to them.
-    pub(super) fn first_few(&self, level: &Level<'_>) -> impl Iterator<Item = (Slot, u64)> {
-        const FEW: usize = 4;
-        let blocks = level.0.blocks;
-        level.0.holders().take(FEW).map(move |source| {
+    /// A level's sources, with their workers and what it is worth to them.
+    pub(super) fn held_at(&self, level: &Level<'_>) -> impl Iterator<Item = (Slot, Slot, u64)> {
+        level.0.holders().map(|source| {
             let word = self.index.source(source);
-            (word.slot(), self.worth(blocks, word.trust()))
+            (
+                source,
+                word.slot(),
+                self.worth(level.0.blocks, word.trust()),
+            )
         })
     }
 

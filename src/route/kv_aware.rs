@@ -5,11 +5,12 @@
 //! that wait are read from the books, which count under this policy new tokens, not prompts, at four bytes each
 //! ([`TOKEN_BYTES`]); so both factors are taken back with the request's guard, and cannot leak.
 //!
-//! Who holds how much is asked only of those for whom it can make a difference ([`Race`]). The deepest block that anybody holds bounds
-//! everybody's credit; one tight pass over the loads then leaves the few workers that could still be the cheapest; and of
-//! depths further up only those are looked at to which one of these few would have to reach. The choice is the same as if
-//! every worker's cost had been worked out in full, but where holdings of those few end at more than eight depths: who holds
-//! less than the deepest eight gets no credit.
+//! Who holds how much is asked only of those for whom it can make a difference ([`Race`]). First the few who hold most: what the best
+//! of them costs, and what a worker costs that is idle, tell how much another one has to hold to be cheaper, and often nobody
+//! does. Else one tight pass over the loads leaves the workers that could be the cheapest if all of them held as much as the
+//! next level has, and of further levels only those are looked at that one of these few would have to reach. The choice is the
+//! same as if every worker's cost had been worked out in full, unless the holdings of those few end at more than eleven
+//! depths: who holds less than the deepest of these gets no credit.
 
 use shards::{Slot, SlotSet};
 
@@ -94,9 +95,14 @@ impl Offer {
 pub(super) struct Race {
     /// Who may still be the cheapest.
     rivals: Vec<Rival>,
-    /// Their sources that hold less than the levels looked at.
-    sources: SlotSet,
+    /// Sources of the first levels.
+    done: SlotSet,
+    /// Sources of the rivals that hold less than the levels looked at.
+    open: SlotSet,
 }
+
+/// Levels of a few sources each that are looked at first.
+const FIRST_LEVELS_MAX: usize = 3;
 
 /// The best offer so far.
 struct Best {
@@ -114,6 +120,11 @@ impl Best {
         if cost <= self.cost {
             self.compare(rival, new, cost);
         }
+    }
+
+    /// The credit without which not even an idle worker could be as cheap.
+    fn idle_needs(&self) -> u64 {
+        (self.count as f64 - self.cost).max(0.0) as u64
     }
 
     fn compare(&mut self, rival: Rival, new: u64, cost: f64) {
@@ -176,18 +187,36 @@ impl Race {
                 best.see(Rival::of(field.loads, *slot), *credit);
             }
         }
-        let holdings = tokens.holdings.as_ref();
-        let deepest = holdings.and_then(|holdings| {
-            let level = holdings.deepest(|slot| field.candidates.contains(slot))?;
-            Some((holdings, level))
-        });
-        let mut most = 0;
-        if let Some((holdings, level)) = &deepest {
-            most = holdings.most_at(level);
-            for (slot, credit) in holdings.first_few(level) {
-                if field.has(slot) {
-                    best.see(Rival::of(field.loads, slot), credit);
+        let (mut most, mut wide) = (0, None);
+        if let Some(holdings) = &tokens.holdings {
+            most = holdings.most();
+            self.done.clear();
+            for _ in 0..FIRST_LEVELS_MAX {
+                let needs = best.idle_needs();
+                let is_candidate = |slot| field.candidates.contains(slot);
+                let level = holdings.deepest(most, needs, &self.done, is_candidate);
+                let Some(level) = level else {
+                    if needs > 0 {
+                        return best.offer;
+                    }
+                    most = 0;
+                    break;
+                };
+                if level.is_wide() {
+                    most = holdings.most_at(&level);
+                    wide = Some(level);
+                    break;
                 }
+                most = holdings.most_short_of(&level);
+                for (source, slot, credit) in holdings.held_at(&level) {
+                    self.done.add(source);
+                    if field.has(slot) {
+                        best.see(Rival::of(field.loads, slot), credit);
+                    }
+                }
+            }
+            if best.idle_needs() > most {
+                return best.offer;
             }
         }
         match field.exclude {
@@ -195,8 +224,8 @@ impl Race {
             _ => self.line_up(field.slots(), field, &best, most),
         }
         self.rivals.iter().for_each(|rival| best.see(*rival, 0));
-        if let Some((holdings, level)) = deepest {
-            self.descend(holdings, level, &mut best);
+        if let Some(holdings) = &tokens.holdings {
+            self.descend(holdings, most, wide, &mut best);
         }
         best.offer
     }
@@ -219,7 +248,8 @@ impl Race {
         let least_new = best.count.saturating_sub(most);
         for slot in slots {
             let rival = Rival::of(field.loads, slot);
-            bound = bound.min(rival.cost(best.count));
+            let most = rival.cost(best.count);
+            bound = if most < bound { most } else { bound };
             // Written in any case: a jump here would be mistaken half of the time.
             self.rivals[len] = rival;
             len += usize::from(rival.cost(least_new) <= bound);
@@ -227,45 +257,56 @@ impl Race {
         self.rivals.truncate(len);
     }
 
-    /// From the deepest level on: who holds so much offers it, and who cannot be the cheapest any more is dropped.
-    fn descend<'k>(&mut self, holdings: &Holdings<'k>, mut level: Level<'k>, best: &mut Best) {
-        let mut most = holdings.most_at(&level);
+    /// From the level at which nobody of them holds more than `most`: who holds so much offers it, and who cannot be the cheapest
+    /// any more is dropped.
+    fn descend<'k>(
+        &mut self,
+        holdings: &Holdings<'k>,
+        mut most: u64,
+        mut level: Option<Level<'k>>,
+        best: &mut Best,
+    ) {
         for _ in 0..LEVEL_COUNT_MAX {
+            if let Some(level) = &level {
+                let least_new = best.count.saturating_sub(most);
+                self.rivals.retain(|rival| {
+                    if rival.cost(least_new) > best.cost {
+                        return false;
+                    }
+                    let mut holds_less = false;
+                    let credit = holdings.credit_at(Some(level), rival.slot, |_| holds_less = true);
+                    if credit > 0 {
+                        best.see(*rival, credit);
+                    }
+                    holds_less
+                });
+                most = holdings.most_short_of(level);
+            }
             let least_new = best.count.saturating_sub(most);
-            let bound = best.cost;
-            self.rivals.retain(|rival| {
-                if rival.cost(least_new) > bound.min(best.cost) {
-                    return false;
-                }
-                let mut holds_less = false;
-                let credit = holdings.credit_at(&level, rival.slot, |_| holds_less = true);
-                if credit > 0 {
-                    best.see(*rival, credit);
-                }
-                holds_less
-            });
-            most = holdings.most_short_of(&level);
-            let least_new = best.count.saturating_sub(most);
-            let mut needs = f64::INFINITY;
-            self.sources.clear();
+            let (mut needs, done) = (f64::INFINITY, &self.done);
+            self.open.clear();
             self.rivals.retain(|rival| {
                 let may_win = rival.cost(least_new) <= best.cost;
                 if may_win {
                     needs = needs.min(rival.needs(best.count, best.cost));
-                    holdings.credit_at(&level, rival.slot, |source| self.sources.add(source));
+                    holdings.credit_at(level.as_ref(), rival.slot, |source| {
+                        if !done.has(source) {
+                            self.open.add(source);
+                        }
+                    });
                 }
                 may_win
             });
-            // A token less than it takes: the quotient was rounded.
-            let needs = (needs - 1.0).max(1.0);
-            if self.rivals.is_empty() || most == 0 || needs > most as f64 {
+            if self.rivals.is_empty() || most == 0 {
                 return;
             }
-            match holdings.next(&level, needs as u64, &self.sources) {
-                Some(next) => level = next,
+            // A token less than it takes: the quotient was rounded.
+            let needs = (needs - 1.0).max(1.0) as u64;
+            level = holdings.deepest_among(most, needs, &self.open);
+            match &level {
+                Some(level) => most = holdings.most_at(level),
                 None => return,
             }
-            most = holdings.most_at(&level);
         }
     }
 }

@@ -204,6 +204,23 @@ impl Tree {
         chain.deepest_match(pin, |word| chain.holders(word).has(slot))
     }
 
+    /// Deepest block, of those at `least` (1 or more) and deeper, held by a worker that is not in `done` and that `accept` takes.
+    #[must_use]
+    pub fn find_further<'p>(
+        &self,
+        pin: &'p Pin<'_>,
+        chain: &[PrefixHash],
+        least: usize,
+        done: &SlotSet,
+        mut accept: impl FnMut(Slot) -> bool,
+    ) -> Option<Match<'p>> {
+        let chain = Chain::new(self, pin, chain);
+        chain.deepest_in(least.max(1)..=chain.hashes.len(), |word| {
+            let mut holders = chain.holders(word);
+            holders.any(|slot| !done.has(slot) && accept(slot))
+        })
+    }
+
     /// Deepest block, of those at `least` (1 or more) and deeper, that one of these slots holds.
     #[must_use]
     pub fn find_among<'p>(
