@@ -45,7 +45,7 @@
 //! | `Counter`, `Gauge` | own | gauges | R | none hangs on them | (none) |
 //! | `View::directory` | own shard | any core | store L; load A | T1, T2 | `find_under_split`, `find_under_clear_and_purge` |
 //! | `View::newest` | own shard | any core | R | (a hint) | (none) |
-//! | `Entry::key` | own shard | any core | fill L; erase R; find A, second look R | S1, S2 | `find_under_insert`, `find_under_eviction`, `find_under_moves` |
+//! | `Entry::tag` | own shard | any core | fill L; erase R; find A, second look R | S1, S2 | `find_under_insert`, `find_under_eviction`, `find_under_moves` |
 //! | `Entry::value` | own shard | any core | store L; load A | S1, S2 | `find_under_set_replacement`, `find_under_eviction`, `find_under_removal` |
 //! | `Sessions::words` | any core | any core | R; a SeqCst fence between a binding and the look after it | N1, N2 | `sessions_agree` |
 //! | `Sessions::counts` | any core | any core | R | N3 | `sessions_agree` |

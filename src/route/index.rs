@@ -287,13 +287,14 @@ impl Index {
     fn listed(&self, slot: Slot) -> impl Iterator<Item = (Slot, SourceWord)> {
         // ORDERING: Relaxed; as in `set_source`.
         let mut next = self.firsts[slot.index()].load(Ordering::Relaxed);
-        let each = std::iter::from_fn(move || {
+        let mut left = SOURCE_COUNT_MAX;
+        std::iter::from_fn(move || {
             let source = Slot(next.checked_sub(1)? as u16);
+            left = left.checked_sub(1)?;
             let word = self.source(source);
             next = word.next();
             (word.slot() == slot).then_some((source, word))
-        });
-        each.take(SOURCE_COUNT_MAX)
+        })
     }
 
     /// A worker's sources that are believed.
@@ -479,13 +480,23 @@ pub struct Holdings<'k> {
     tokens: u64,
 }
 
-/// A depth at which somebody's holding ends, with all who hold so much.
-pub(super) struct Level<'k>(Match<'k>);
+/// A depth at which somebody's holding ends, with all who hold so much: this block and the one before it. Of keys of 40 bits one by
+/// itself may be another block's ([`super::tokens`]), two in a row are not.
+pub(super) struct Level<'k> {
+    at: Match<'k>,
+    before: Option<Match<'k>>,
+}
 
 impl Level<'_> {
     /// More sources hold so much than are looked at one by one.
     pub(super) fn is_wide(&self) -> bool {
-        self.0.holders().nth(NARROW_MAX).is_some()
+        self.at.holders().nth(NARROW_MAX).is_some()
+    }
+
+    #[inline]
+    fn is_held_by(&self, source: Slot) -> bool {
+        let is_before = |before: &Match<'_>| before.is_held_by(source);
+        self.at.is_held_by(source) && self.before.as_ref().is_none_or(is_before)
     }
 }
 
@@ -493,10 +504,33 @@ impl<'k> Holdings<'k> {
     /// What a worker need not compute: some ten probes. For one worker; for many there are levels.
     pub fn credit(&self, slot: Slot) -> u64 {
         let held = self.index.sources_of(slot).filter_map(|(source, trust)| {
-            let found = self.index.tree.find_held_by(self.pin, self.chain, source)?;
-            Some(self.worth(found.blocks, trust))
+            let find = |chain, _| self.index.tree.find_held_by(self.pin, chain, source);
+            let level = self.confirmed(self.chain, 1, find)?;
+            Some(self.worth(level.at.blocks, trust))
         });
         held.max().unwrap_or(0)
+    }
+
+    /// The deepest block that `find` finds in a chain, at that depth or deeper, with the one before it.
+    #[inline]
+    fn confirmed(
+        &self,
+        mut chain: &'k [PrefixHash],
+        least: usize,
+        find: impl Fn(&'k [PrefixHash], usize) -> Option<Match<'k>>,
+    ) -> Option<Level<'k>> {
+        for _ in 0..LEVEL_COUNT_MAX {
+            let at = find(chain, least)?;
+            let before = match at.blocks {
+                1 => None,
+                blocks => find(&chain[blocks - 2..blocks - 1], 1),
+            };
+            if at.blocks == 1 || before.is_some() {
+                return Some(Level { at, before });
+            }
+            chain = &chain[..at.blocks - 1];
+        }
+        None
     }
 
     /// What all of it is worth: nobody is credited with more.
@@ -519,8 +553,9 @@ impl<'k> Holdings<'k> {
         };
         let (chain, least) = self.between(most, least);
         let tree = &self.index.tree;
-        let found = tree.find_further(self.pin, chain, least, done, counts);
-        found.map(Level)
+        self.confirmed(chain, least, |chain, least| {
+            tree.find_further(self.pin, chain, least, done, counts)
+        })
     }
 
     /// The same for these sources.
@@ -531,8 +566,10 @@ impl<'k> Holdings<'k> {
         sources: &SlotSet,
     ) -> Option<Level<'k>> {
         let (chain, least) = self.between(most, least);
-        let found = self.index.tree.find_among(self.pin, chain, least, sources);
-        found.map(Level)
+        let tree = &self.index.tree;
+        self.confirmed(chain, least, |chain, least| {
+            tree.find_among(self.pin, chain, least, sources)
+        })
     }
 
     /// The blocks of `most` tokens, and how many it takes to be worth `least`.
@@ -544,12 +581,12 @@ impl<'k> Holdings<'k> {
 
     /// What the level is worth to whoever is believed in all: of those who hold no more nobody is credited with more.
     pub(super) fn most_at(&self, level: &Level<'_>) -> u64 {
-        self.worth(level.0.blocks, Trust::Exact)
+        self.worth(level.at.blocks, Trust::Exact)
     }
 
     /// The most that a worker can be credited with that has no source of this level.
     pub(super) fn most_short_of(&self, level: &Level<'_>) -> u64 {
-        self.worth(level.0.blocks - 1, Trust::Exact)
+        self.worth(level.at.blocks - 1, Trust::Exact)
     }
 
     /// What the level is worth to a worker; 0 if none of its sources holds so much. Sources that hold less are told to `rest`.
@@ -563,8 +600,8 @@ impl<'k> Holdings<'k> {
         let mut credit = 0;
         for (source, trust) in self.index.sources_of(slot) {
             match level {
-                Some(level) if level.0.is_held_by(source) => {
-                    credit = credit.max(self.worth(level.0.blocks, trust));
+                Some(level) if level.is_held_by(source) => {
+                    credit = credit.max(self.worth(level.at.blocks, trust));
                 }
                 _ => rest(source),
             }
@@ -574,13 +611,14 @@ impl<'k> Holdings<'k> {
 
     /// A level's sources, with their workers and what it is worth to them.
     pub(super) fn held_at(&self, level: &Level<'_>) -> impl Iterator<Item = (Slot, Slot, u64)> {
-        level.0.holders().map(|source| {
+        let held = level
+            .at
+            .holders()
+            .filter(|source| level.is_held_by(*source));
+        held.map(|source| {
             let word = self.index.source(source);
-            (
-                source,
-                word.slot(),
-                self.worth(level.0.blocks, word.trust()),
-            )
+            let worth = self.worth(level.at.blocks, word.trust());
+            (source, word.slot(), worth)
         })
     }
 

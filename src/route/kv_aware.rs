@@ -56,21 +56,23 @@ impl Rival {
         }
     }
 
+    /// In whole numbers, exact below 2^64: a worker with 4 million requests would have to have 4 million million tokens to compute.
     #[inline]
-    fn cost(self, new: u64) -> f64 {
-        // By way of i64, for which there is an instruction; so many tokens there are not.
-        (new + self.waiting) as i64 as f64 * self.requests()
+    fn cost(self, new: u64) -> u64 {
+        // One that wraps costs more tokens than there are; it only must not stop a router.
+        (new + self.waiting).wrapping_mul(self.requests())
     }
 
     /// Those that would share the worker, this one too.
     #[inline]
-    fn requests(self) -> f64 {
-        f64::from(self.load) + 1.0
+    fn requests(self) -> u64 {
+        u64::from(self.load) + 1
     }
 
-    /// The credit with which it would cost so much.
-    fn needs(self, count: u64, cost: f64) -> f64 {
-        (count + self.waiting) as i64 as f64 - cost / self.requests()
+    /// The least credit with which it would cost no more.
+    #[inline]
+    fn needs(self, count: u64, cost: u64) -> u64 {
+        (count + self.waiting).saturating_sub(cost / self.requests())
     }
 }
 
@@ -79,14 +81,53 @@ impl Rival {
 struct Offer {
     rival: Rival,
     new: u64,
-    cost: f64,
+    cost: u64,
     lot: u64,
 }
 
 impl Offer {
     /// Less is better: cost, then new tokens, then requests (vllm-router), then chance (R2).
-    fn rank(&self) -> (f64, u64, u32, u64) {
+    fn rank(&self) -> (u64, u64, u32, u64) {
         (self.cost, self.new, self.rival.load, self.lot)
+    }
+}
+
+/// A list that is filled and thinned without a jump for each; memory that has grown stays.
+#[derive(Clone, Debug, Default)]
+struct Rivals {
+    all: Vec<Rival>,
+    /// So many of these count; the others are old.
+    count: usize,
+}
+
+impl Rivals {
+    fn each(&self) -> &[Rival] {
+        &self.all[..self.count]
+    }
+
+    /// Makes room for so many.
+    fn room(&mut self, len: usize) -> &mut [Rival] {
+        let none = Rival {
+            slot: Slot(0),
+            load: 0,
+            waiting: 0,
+        };
+        if self.all.len() < len {
+            self.all.resize(len, none);
+        }
+        &mut self.all[..len]
+    }
+
+    /// Keeps those that `may_win`.
+    #[inline]
+    fn keep(&mut self, mut may_win: impl FnMut(&Rival) -> bool) {
+        let (all, mut kept) = (&mut self.all[..self.count], 0);
+        for index in 0..all.len() {
+            let rival = all[index];
+            all[kept] = rival;
+            kept += usize::from(may_win(&rival));
+        }
+        self.count = kept;
     }
 }
 
@@ -94,7 +135,7 @@ impl Offer {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Race {
     /// Who may still be the cheapest.
-    rivals: Vec<Rival>,
+    rivals: Rivals,
     /// Sources of the first levels.
     done: SlotSet,
     /// Sources of the rivals that hold less than the levels looked at.
@@ -109,7 +150,8 @@ struct Best {
     count: u64,
     draw: u64,
     offer: Option<Offer>,
-    cost: f64,
+    /// Somebody costs no more than this, be it offered yet or not.
+    cost: u64,
 }
 
 impl Best {
@@ -124,10 +166,10 @@ impl Best {
 
     /// The credit without which not even an idle worker could be as cheap.
     fn idle_needs(&self) -> u64 {
-        (self.count as f64 - self.cost).max(0.0) as u64
+        self.count.saturating_sub(self.cost)
     }
 
-    fn compare(&mut self, rival: Rival, new: u64, cost: f64) {
+    fn compare(&mut self, rival: Rival, new: u64, cost: u64) {
         let offer = Offer {
             rival,
             new,
@@ -175,7 +217,7 @@ impl Race {
         field: &Entrants<'_, L>,
         draw: u64,
     ) -> Option<Offer> {
-        let (offer, cost) = (None, f64::INFINITY);
+        let (offer, cost) = (None, u64::MAX);
         let mut best = Best {
             count: tokens.count,
             draw,
@@ -219,13 +261,18 @@ impl Race {
                 return best.offer;
             }
         }
+        let all = field.candidates.slots().iter().copied();
         match field.exclude {
-            [] => self.line_up(field.candidates.slots().iter().copied(), field, &best, most),
-            _ => self.line_up(field.slots(), field, &best, most),
+            [] => self.line_up(all, field, &mut best, most),
+            _ => self.line_up(field.slots(), field, &mut best, most),
         }
-        self.rivals.iter().for_each(|rival| best.see(*rival, 0));
-        if let Some(holdings) = &tokens.holdings {
-            self.descend(holdings, most, wide, &mut best);
+        match &tokens.holdings {
+            Some(holdings) if most > 0 => self.descend(holdings, most, wide, &mut best),
+            _ => self
+                .rivals
+                .each()
+                .iter()
+                .for_each(|rival| best.see(*rival, 0)),
         }
         best.offer
     }
@@ -235,26 +282,20 @@ impl Race {
         &mut self,
         slots: impl Iterator<Item = Slot>,
         field: &Entrants<'_, L>,
-        best: &Best,
+        best: &mut Best,
         most: u64,
     ) {
-        let none = Rival {
-            slot: Slot(0),
-            load: 0,
-            waiting: 0,
-        };
-        self.rivals.resize(field.candidates.len(), none);
-        let (mut bound, mut len) = (best.cost, 0);
+        let rivals = self.rivals.room(field.candidates.len());
+        let (mut bound, mut count) = (best.cost, 0);
         let least_new = best.count.saturating_sub(most);
         for slot in slots {
             let rival = Rival::of(field.loads, slot);
-            let most = rival.cost(best.count);
-            bound = if most < bound { most } else { bound };
+            bound = bound.min(rival.cost(best.count));
             // Written in any case: a jump here would be mistaken half of the time.
-            self.rivals[len] = rival;
-            len += usize::from(rival.cost(least_new) <= bound);
+            rivals[count] = rival;
+            count += usize::from(rival.cost(least_new) <= bound);
         }
-        self.rivals.truncate(len);
+        (self.rivals.count, best.cost) = (count, bound);
     }
 
     /// From the level at which nobody of them holds more than `most`: who holds so much offers it, and who cannot be the cheapest
@@ -266,43 +307,46 @@ impl Race {
         mut level: Option<Level<'k>>,
         best: &mut Best,
     ) {
-        for _ in 0..LEVEL_COUNT_MAX {
+        for round in 0..LEVEL_COUNT_MAX {
+            let least_new = best.count.saturating_sub(most);
+            // Without any credit everybody's offer counts, too; once.
+            let is_first = round == 0;
+            self.rivals.keep(|rival| {
+                if rival.cost(least_new) > best.cost {
+                    return false;
+                }
+                let mut holds_less = false;
+                let credit = holdings.credit_at(level.as_ref(), rival.slot, |_| holds_less = true);
+                if credit > 0 || is_first {
+                    best.see(*rival, credit);
+                }
+                holds_less
+            });
+            if self.rivals.count == 0 {
+                return;
+            }
             if let Some(level) = &level {
-                let least_new = best.count.saturating_sub(most);
-                self.rivals.retain(|rival| {
-                    if rival.cost(least_new) > best.cost {
-                        return false;
-                    }
-                    let mut holds_less = false;
-                    let credit = holdings.credit_at(Some(level), rival.slot, |_| holds_less = true);
-                    if credit > 0 {
-                        best.see(*rival, credit);
-                    }
-                    holds_less
-                });
                 most = holdings.most_short_of(level);
             }
             let least_new = best.count.saturating_sub(most);
-            let (mut needs, done) = (f64::INFINITY, &self.done);
-            self.open.clear();
-            self.rivals.retain(|rival| {
+            let (mut needs, open, done) = (u64::MAX, &mut self.open, &self.done);
+            open.clear();
+            self.rivals.keep(|rival| {
                 let may_win = rival.cost(least_new) <= best.cost;
                 if may_win {
                     needs = needs.min(rival.needs(best.count, best.cost));
                     holdings.credit_at(level.as_ref(), rival.slot, |source| {
                         if !done.has(source) {
-                            self.open.add(source);
+                            open.add(source);
                         }
                     });
                 }
                 may_win
             });
-            if self.rivals.is_empty() || most == 0 {
+            if self.rivals.count == 0 || most == 0 {
                 return;
             }
-            // A token less than it takes: the quotient was rounded.
-            let needs = (needs - 1.0).max(1.0) as u64;
-            level = holdings.deepest_among(most, needs, &self.open);
+            level = holdings.deepest_among(most, needs.max(1), &self.open);
             match &level {
                 Some(level) => most = holdings.most_at(level),
                 None => return,
@@ -325,7 +369,7 @@ fn drawn<L: Loads>(
     tokens: Tokens<'_>,
     field: &Entrants<'_, L>,
     rng: &mut Rng,
-    least: f64,
+    least: u64,
     temperature: f64,
 ) -> Option<Offer> {
     // One pass, no list: each takes the place of those before it with its share of the sum so far.
@@ -335,7 +379,7 @@ fn drawn<L: Loads>(
         let rival = Rival::of(field.loads, slot);
         let new = tokens.count.saturating_sub(tokens.credit(slot));
         let cost = rival.cost(new);
-        let weight = (-(cost - least) / temperature).exp();
+        let weight = ((least as f64 - cost as f64) / temperature).exp();
         // Loads move meanwhile: a cost may be below the least that was seen.
         let weight = weight.clamp(0.0, 1e100);
         sum += weight;

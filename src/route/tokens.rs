@@ -5,9 +5,11 @@
 //! and the token ids that come with them are hashed here: block `i`'s key stands for all tokens up to its end, for the
 //! adapter, and for what else the engine told apart (`extra_keys`: media, cache salt).
 //!
-//! Stable (R4), seeded and mixed as the prefix hashes of `key.rs` are, under a root of its own; of 55 bits
-//! ([`BLOCK_KEY_BITS`]), so that an engine's names take less memory: among 100 million blocks a block that is not there is found
-//! once in 360 million look-ups.
+//! Stable (R4), seeded and mixed as the prefix hashes of `key.rs` are, under a root of its own; of 40 bits
+//! ([`BLOCK_KEY_BITS`]), so that an engine's names take less memory: among 20 million blocks one that is not there is taken for
+//! another once in 55,000 times. So a prefix counts only if its last two blocks are held, by the same engine: once in 3,000
+//! million (but where there are blocks below the device's memory, too, which are looked up one by one). A request that
+//! meets it goes to a worker that has to compute more than was thought.
 
 use std::borrow::Cow;
 
