@@ -9,6 +9,7 @@ pub struct Slot(pub u16);
 
 impl Slot {
     /// The slot as an index into a table with one element per slot.
+    #[inline]
     #[must_use]
     pub const fn index(self) -> usize {
         self.0 as usize
@@ -57,6 +58,13 @@ impl SlotSet {
     /// Empties it.
     pub fn clear(&mut self) {
         self.0.fill(0);
+    }
+
+    /// The slots from `64 * index` on, as bits.
+    pub(crate) fn set_word(&mut self, index: usize, bits: u64) {
+        if let Some(word) = self.0.get_mut(index) {
+            *word = bits;
+        }
     }
 
     /// The bits of slots `64 * index` and up.

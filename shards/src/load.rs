@@ -26,6 +26,7 @@ impl Word {
     const INCARNATION_SHIFT: u32 = 33;
     const INCARNATION_MASK: u32 = u32::MAX >> 1;
 
+    #[inline]
     const fn in_flight(self) -> u32 {
         self.0 as u32
     }
@@ -140,6 +141,7 @@ impl Books {
         }
     }
 
+    #[inline]
     fn word(&self, slot: Slot) -> &AtomicU64 {
         &self.words[slot.index()]
     }

@@ -493,10 +493,20 @@ impl Level<'_> {
         self.at.holders().nth(NARROW_MAX).is_some()
     }
 
-    #[inline]
     fn is_held_by(&self, source: Slot) -> bool {
         let is_before = |before: &Match<'_>| before.is_held_by(source);
         self.at.is_held_by(source) && self.before.as_ref().is_none_or(is_before)
+    }
+
+    /// Its sources; `scratch` is another set.
+    pub(super) fn list(&self, scratch: &mut SlotSet, out: &mut SlotSet) {
+        match &self.before {
+            None => self.at.list(None, out),
+            Some(before) => {
+                before.list(None, scratch);
+                self.at.list(Some(scratch), out);
+            }
+        }
     }
 }
 
@@ -589,21 +599,21 @@ impl<'k> Holdings<'k> {
         self.worth(level.at.blocks - 1, Trust::Exact)
     }
 
-    /// What the level is worth to a worker; 0 if none of its sources holds so much. Sources that hold less are told to `rest`.
+    /// What a level of these sources and so many tokens is worth to a worker; 0 if none of its sources holds so much. Sources
+    /// that hold less are told to `rest`.
     #[inline]
     pub(super) fn credit_at(
         &self,
-        level: Option<&Level<'_>>,
+        held: u64,
+        sources: &SlotSet,
         slot: Slot,
         mut rest: impl FnMut(Slot),
     ) -> u64 {
         let mut credit = 0;
         for (source, trust) in self.index.sources_of(slot) {
-            match level {
-                Some(level) if level.is_held_by(source) => {
-                    credit = credit.max(self.worth(level.at.blocks, trust));
-                }
-                _ => rest(source),
+            match sources.has(source) {
+                true => credit = credit.max(credit_of(held, self.tokens, trust)),
+                false => rest(source),
             }
         }
         credit

@@ -138,6 +138,8 @@ pub(super) struct Race {
     rivals: Rivals,
     /// Sources of the first levels.
     done: SlotSet,
+    /// Sources of the level at hand.
+    held: SlotSet,
     /// Sources of the rivals that hold less than the levels looked at.
     open: SlotSet,
 }
@@ -299,7 +301,7 @@ impl Race {
     }
 
     /// From the level at which nobody of them holds more than `most`: who holds so much offers it, and who cannot be the cheapest
-    /// any more is dropped.
+    /// any more is dropped. Without a level there is somebody who holds less than `most`.
     fn descend<'k>(
         &mut self,
         holdings: &Holdings<'k>,
@@ -307,35 +309,41 @@ impl Race {
         mut level: Option<Level<'k>>,
         best: &mut Best,
     ) {
+        let Race {
+            rivals,
+            done,
+            held,
+            open,
+        } = self;
         for round in 0..LEVEL_COUNT_MAX {
+            match &level {
+                Some(level) => level.list(open, held),
+                None => held.clear(),
+            }
             let least_new = best.count.saturating_sub(most);
-            // Without any credit everybody's offer counts, too; once.
-            let is_first = round == 0;
-            self.rivals.keep(|rival| {
+            rivals.keep(|rival| {
                 if rival.cost(least_new) > best.cost {
                     return false;
                 }
                 let mut holds_less = false;
-                let credit = holdings.credit_at(level.as_ref(), rival.slot, |_| holds_less = true);
-                if credit > 0 || is_first {
+                let credit = holdings.credit_at(most, held, rival.slot, |_| holds_less = true);
+                // Once everybody's offer counts without any credit, too.
+                if credit > 0 || round == 0 {
                     best.see(*rival, credit);
                 }
                 holds_less
             });
-            if self.rivals.count == 0 {
-                return;
-            }
             if let Some(level) = &level {
                 most = holdings.most_short_of(level);
             }
             let least_new = best.count.saturating_sub(most);
-            let (mut needs, open, done) = (u64::MAX, &mut self.open, &self.done);
+            let mut needs = u64::MAX;
             open.clear();
-            self.rivals.keep(|rival| {
+            rivals.keep(|rival| {
                 let may_win = rival.cost(least_new) <= best.cost;
                 if may_win {
                     needs = needs.min(rival.needs(best.count, best.cost));
-                    holdings.credit_at(level.as_ref(), rival.slot, |source| {
+                    holdings.credit_at(most, held, rival.slot, |source| {
                         if !done.has(source) {
                             open.add(source);
                         }
@@ -343,10 +351,10 @@ impl Race {
                 }
                 may_win
             });
-            if self.rivals.count == 0 || most == 0 {
+            if rivals.count == 0 || most == 0 {
                 return;
             }
-            level = holdings.deepest_among(most, needs.max(1), &self.open);
+            level = holdings.deepest_among(most, needs.max(1), open);
             match &level {
                 Some(level) => most = holdings.most_at(level),
                 None => return,

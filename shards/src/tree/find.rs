@@ -32,6 +32,12 @@ impl Match<'_> {
         unsafe { Slots::of(self.word) }
     }
 
+    /// The same as a set: all of them, or those that are in another set, too.
+    pub fn list(&self, also_in: Option<&SlotSet>, out: &mut SlotSet) {
+        // SAFETY: the word was read under the pin that `'p` borrows.
+        unsafe { Slots::of(self.word) }.list(also_in, out);
+    }
+
     /// Whether a worker is one of them.
     #[inline]
     #[must_use]
@@ -67,6 +73,7 @@ impl<'a> Chain<'a> {
         Self { tree, hashes }
     }
 
+    #[inline]
     fn view(&self, spread: Spread) -> &'a View {
         &self.tree.views[spread.owner(self.tree.views.len())]
     }
@@ -88,6 +95,7 @@ impl<'a> Chain<'a> {
     }
 
     /// The holders of a word of this chain.
+    #[inline]
     fn holders(&self, word: Word) -> Slots<'a> {
         // SAFETY: the word was read under the pin, which is borrowed for `'a`.
         unsafe { Slots::of(word) }

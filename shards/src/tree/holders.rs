@@ -83,6 +83,24 @@ impl Slots<'_> {
         }
     }
 
+    /// Makes a set of those that are in another one, too, or of all; asked before any was taken.
+    pub(super) fn list(mut self, also_in: Option<&SlotSet>, out: &mut SlotSet) {
+        out.clear();
+        match &self {
+            Self::Bitmap { words, .. } => {
+                for (index, bits) in words.iter().enumerate() {
+                    let others = also_in.map_or(u64::MAX, |set| set.word(index));
+                    // ORDERING: Relaxed; a bit says "this slot" and publishes nothing else (H1).
+                    out.set_word(index, bits.load(Ordering::Relaxed) & others);
+                }
+            }
+            _ => {
+                let is_in = |slot: &Slot| also_in.is_none_or(|set| set.has(*slot));
+                self.by_ref().filter(is_in).for_each(|slot| out.add(slot));
+            }
+        }
+    }
+
     /// The first of them that is not in a set; asked before any was taken.
     #[inline]
     pub(super) fn first_not_in(mut self, set: &SlotSet) -> Option<Slot> {
