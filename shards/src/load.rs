@@ -202,20 +202,6 @@ impl Books {
         self.waiting_bytes[slot.index()].load(Ordering::Relaxed)
     }
 
-    /// Exchanges in flight and prompt bytes that wait, of many slots one after the other: as `in_flight` and `waiting_bytes`
-    /// give them, with less to look up for each.
-    #[inline]
-    pub fn each(&self, slots: impl Iterator<Item = Slot>, mut see: impl FnMut(Slot, u32, u64)) {
-        let words = &self.words[..];
-        let waiting_bytes = &self.waiting_bytes[..words.len()];
-        for slot in slots {
-            // ORDERING: Relaxed twice; as in the two functions.
-            let in_flight = Word(words[slot.index()].load(Ordering::Relaxed)).in_flight();
-            let bytes = waiting_bytes[slot.index()].load(Ordering::Relaxed);
-            see(slot, in_flight, bytes);
-        }
-    }
-
     fn add_waiting(&self, slot: Slot, bytes: u64) {
         self.tally(slot).waiting.fetch_add(1, Ordering::Relaxed);
         self.waiting_bytes[slot.index()].fetch_add(bytes, Ordering::Relaxed);

@@ -49,15 +49,10 @@ struct Rival {
 impl Rival {
     #[inline]
     fn of<L: Loads>(loads: &L, slot: Slot) -> Rival {
-        Rival::new(slot, loads.load(slot), loads.waiting_bytes(slot))
-    }
-
-    #[inline]
-    fn new(slot: Slot, load: u32, waiting_bytes: u64) -> Rival {
         Rival {
             slot,
-            load,
-            waiting: waiting_bytes / TOKEN_BYTES as u64,
+            load: loads.load(slot),
+            waiting: loads.waiting_bytes(slot) / TOKEN_BYTES as u64,
         }
     }
 
@@ -295,14 +290,13 @@ impl Race {
         let rivals = self.rivals.room(field.candidates.len());
         let (mut bound, mut count) = (best.cost, 0);
         let least_new = best.count.saturating_sub(most);
-        let all_new = best.count;
-        field.loads.each(slots, |slot, load, waiting_bytes| {
-            let rival = Rival::new(slot, load, waiting_bytes);
-            bound = bound.min(rival.cost(all_new));
+        for slot in slots {
+            let rival = Rival::of(field.loads, slot);
+            bound = bound.min(rival.cost(best.count));
             // Written in any case: a jump here would be mistaken half of the time.
             rivals[count] = rival;
             count += usize::from(rival.cost(least_new) <= bound);
-        });
+        }
         (self.rivals.count, best.cost) = (count, bound);
     }
 

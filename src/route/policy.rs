@@ -165,12 +165,6 @@ pub trait Loads {
     fn waiting(&self, _slot: Slot) -> u32 {
         0
     }
-
-    /// The first two of many slots, one after the other.
-    #[inline]
-    fn each(&self, slots: impl Iterator<Item = Slot>, mut see: impl FnMut(Slot, u32, u64)) {
-        slots.for_each(|slot| see(slot, self.load(slot), self.waiting_bytes(slot)));
-    }
 }
 
 impl Loads for Books {
@@ -186,11 +180,6 @@ impl Loads for Books {
 
     fn waiting(&self, slot: Slot) -> u32 {
         Books::load(self, slot).waiting
-    }
-
-    #[inline]
-    fn each(&self, slots: impl Iterator<Item = Slot>, see: impl FnMut(Slot, u32, u64)) {
-        Books::each(self, slots, see);
     }
 }
 
