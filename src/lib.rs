@@ -57,7 +57,7 @@
 //! # Invariants
 //!
 //! Ids stand at the top of the file that keeps them: B* books, G* gate, A* rate, T* tree, P* publish, N* sessions, K* an engine's names for blocks, D* doorbell (crate `shards`), R* ring, C* core, M* memory, F* the list of workers,
-//! E* exchange (there also P1 to P4 the two legs, W* both at once, Q* those who wait), J* standing,
+//! E* exchange (there also P1 to P4 the two legs, W* both at once, Q* those who wait), J* standing, I* the exact index,
 //! M* bytes held, Z* KV events; T1 and T2 of [`tls`], K* of [`tokenize`], L* of `route::splice` and `control::registration`, and D* of `control::discovery`
 //! and [`decisions`] are their own. Each of `shards`' has its loom model in
 //! `loom_tests`.

@@ -26,7 +26,7 @@
 //! | atomic | writers | readers | orderings | invariant | model |
 //! |---|---|---|---|---|---|
 //! | `Books::words` | control (open, close), any guard | any core | acquire A; release L; open AR; close, `in_flight` R; `is_drained`, `load` A | B1-B5 | `guard_counts_exactly`, `guard_seat_is_taken_once`, `incarnations_stay_apart` |
-//! | `Tally::{waiting, active, .._bytes}` | any guard | gauges, policies | R, carried by the word | B5, B6 | `guard_counts_exactly` |
+//! | `Tally::{waiting, active, active_bytes}`, `Books::waiting_bytes` | any guard | gauges, policies | R, carried by the word | B5, B6 | `guard_counts_exactly` |
 //! | `Books::underflow_count` | any guard | gauges | R | B2 | `guard_ends_once` |
 //! | `Claim::phase` | the guards of one count | the same | activate R, then L/A; release AR | B1, B6 | `guard_ends_once` |
 //! | the `Arc` of a claim | the guards of one count | | the Arc's own | B1 | `guard_ends_once` |
@@ -45,7 +45,7 @@
 //! | `Counter`, `Gauge` | own | gauges | R | none hangs on them | (none) |
 //! | `View::directory` | own shard | any core | store L; load A | T1, T2 | `find_under_split`, `find_under_clear_and_purge` |
 //! | `View::newest` | own shard | any core | R | (a hint) | (none) |
-//! | `Entry::key` | own shard | any core | fill L; erase R; find A, second look R | S1, S2 | `find_under_insert`, `find_under_eviction`, `find_under_moves` |
+//! | `Entry::tag` | own shard | any core | fill L; erase R; find A, second look R | S1, S2 | `find_under_insert`, `find_under_eviction`, `find_under_moves` |
 //! | `Entry::value` | own shard | any core | store L; load A | S1, S2 | `find_under_set_replacement`, `find_under_eviction`, `find_under_removal` |
 //! | `Sessions::words` | any core | any core | R; a SeqCst fence between a binding and the look after it | N1, N2 | `sessions_agree` |
 //! | `Sessions::counts` | any core | any core | R | N3 | `sessions_agree` |
@@ -75,7 +75,7 @@ pub use counters::{Counter, Gauge, Histogram, HistogramSnapshot};
 pub use doorbell::Doorbell;
 pub use epoch::{Bin, Domain, Pin, Reader};
 pub use gate::{Entry, Gate, Permit};
-pub use ids::{PrefixHash, SLOT_COUNT_MAX, Slot, WorkerId};
+pub use ids::{PrefixHash, SLOT_COUNT_MAX, Slot, SlotSet, WorkerId};
 pub use load::{Books, Load, LoadGuard};
 pub use mailbox::{Receiver, Sender, mailbox};
 pub use names::{BLOCK_KEY_BITS, BlockNames, Change, TIER_COUNT};

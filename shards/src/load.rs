@@ -26,6 +26,7 @@ impl Word {
     const INCARNATION_SHIFT: u32 = 33;
     const INCARNATION_MASK: u32 = u32::MAX >> 1;
 
+    #[inline]
     const fn in_flight(self) -> u32 {
         self.0 as u32
     }
@@ -64,12 +65,11 @@ impl Word {
     }
 }
 
-/// One slot's details, on a cache line of their own: for gauges and for expected waits, not for choosing.
+/// One slot's details, on a cache line of their own: for gauges, not for choosing.
 #[repr(align(64))]
 struct Tally {
     waiting: AtomicU32,
     active: AtomicU32,
-    waiting_bytes: AtomicU64,
     active_bytes: AtomicU64,
 }
 
@@ -78,23 +78,13 @@ impl Tally {
         Self {
             waiting: AtomicU32::new(0),
             active: AtomicU32::new(0),
-            waiting_bytes: AtomicU64::new(0),
             active_bytes: AtomicU64::new(0),
         }
     }
 
-    // ORDERING: Relaxed in the four functions below: sums, nobody reads other memory because of them. That a sum is
-    // seen at zero when the slot is drained is carried by the word (give_back's Release, is_drained's Acquire).
-
-    fn add_waiting(&self, bytes: u64) {
-        self.waiting.fetch_add(1, Ordering::Relaxed);
-        self.waiting_bytes.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    fn subtract_waiting(&self, bytes: u64) {
-        self.waiting.fetch_sub(1, Ordering::Relaxed);
-        self.waiting_bytes.fetch_sub(bytes, Ordering::Relaxed);
-    }
+    // ORDERING: Relaxed in the two functions below, and in `Books::add_waiting` and `subtract_waiting`: sums, nobody reads
+    // other memory because of them. That a sum is seen at zero when the slot is drained is carried by the word
+    // (give_back's Release, is_drained's Acquire).
 
     fn add_active(&self, bytes: u64) {
         self.active.fetch_add(1, Ordering::Relaxed);
@@ -126,6 +116,8 @@ pub struct Load {
 pub struct Books {
     /// Eight to a cache line: choosing among 1,024 workers reads 128 lines.
     words: Box<[AtomicU64]>,
+    /// Prompt bytes that wait, by slot, as close together: some policies weigh them for every worker.
+    waiting_bytes: Box<[AtomicU64]>,
     tallies: Box<[Tally]>,
     underflow_count: AtomicU64,
 }
@@ -143,11 +135,13 @@ impl Books {
         );
         Self {
             words: (0..slot_count_max).map(|_| AtomicU64::new(0)).collect(),
+            waiting_bytes: (0..slot_count_max).map(|_| AtomicU64::new(0)).collect(),
             tallies: (0..slot_count_max).map(|_| Tally::new()).collect(),
             underflow_count: AtomicU64::new(0),
         }
     }
 
+    #[inline]
     fn word(&self, slot: Slot) -> &AtomicU64 {
         &self.words[slot.index()]
     }
@@ -201,6 +195,23 @@ impl Books {
         Word(self.word(slot).load(Ordering::Relaxed)).in_flight()
     }
 
+    /// Prompt bytes of those in a slot that wait. One relaxed load, as `in_flight`.
+    #[inline]
+    pub fn waiting_bytes(&self, slot: Slot) -> u64 {
+        // ORDERING: Relaxed; a number to compare, exact on its own.
+        self.waiting_bytes[slot.index()].load(Ordering::Relaxed)
+    }
+
+    fn add_waiting(&self, slot: Slot, bytes: u64) {
+        self.tally(slot).waiting.fetch_add(1, Ordering::Relaxed);
+        self.waiting_bytes[slot.index()].fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    fn subtract_waiting(&self, slot: Slot, bytes: u64) {
+        self.tally(slot).waiting.fetch_sub(1, Ordering::Relaxed);
+        self.waiting_bytes[slot.index()].fetch_sub(bytes, Ordering::Relaxed);
+    }
+
     /// Everything the books know of a slot, for gauges.
     pub fn load(&self, slot: Slot) -> Load {
         let tally = self.tally(slot);
@@ -211,7 +222,7 @@ impl Books {
             in_flight,
             waiting: tally.waiting.load(Ordering::Relaxed),
             active: tally.active.load(Ordering::Relaxed),
-            waiting_bytes: tally.waiting_bytes.load(Ordering::Relaxed),
+            waiting_bytes: self.waiting_bytes(slot),
             active_bytes: tally.active_bytes.load(Ordering::Relaxed),
         }
     }
@@ -244,7 +255,7 @@ impl Books {
             })
             .is_ok();
         if counted {
-            self.tally(worker.slot).add_waiting(prompt_bytes);
+            self.add_waiting(worker.slot, prompt_bytes);
         }
         counted
     }
@@ -267,7 +278,7 @@ impl Books {
             Ordering::Relaxed,
         ) {
             Ok(_) => {
-                self.tally(worker.slot).add_waiting(prompt_bytes);
+                self.add_waiting(worker.slot, prompt_bytes);
                 Ok(())
             }
             Err(word) if Word(word).is_open_for(worker) => Err(Some(Word(word).in_flight())),
@@ -278,16 +289,15 @@ impl Books {
     fn move_to_active(&self, worker: WorkerId, prompt_bytes: u64) {
         let tally = self.tally(worker.slot);
         tally.add_active(prompt_bytes);
-        tally.subtract_waiting(prompt_bytes);
+        self.subtract_waiting(worker.slot, prompt_bytes);
     }
 
     /// Details first, then the word: who sees the count at zero sees the details at zero (B5).
     fn give_back(&self, worker: WorkerId, prompt_bytes: u64, was_active: bool) {
-        let tally = self.tally(worker.slot);
         if was_active {
-            tally.subtract_active(prompt_bytes);
+            self.tally(worker.slot).subtract_active(prompt_bytes);
         } else {
-            tally.subtract_waiting(prompt_bytes);
+            self.subtract_waiting(worker.slot, prompt_bytes);
         }
         // ORDERING: Release pairs with the Acquire of open, is_drained and load; later steps on the word continue the
         // release sequence, so the last count to go carries everybody's details.
@@ -566,7 +576,7 @@ mod tests {
     #[test]
     fn an_underflow_is_counted_and_changes_nothing() {
         let (books, worker) = open_books();
-        books.tally(SLOT).add_waiting(0);
+        books.add_waiting(SLOT, 0);
         books.give_back(worker, 0, false);
         assert_eq!(
             (books.underflow_count(), books.load(SLOT)),

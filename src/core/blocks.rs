@@ -4,7 +4,7 @@
 use shards::{Pin, PrefixHash, Slot};
 
 use crate::exchange::Ask;
-use crate::route::{self, Candidates, Credits, Found, Index, Prefixes, Settings, Tokens, Trust};
+use crate::route::{self, Candidates, Credits, Found, Index, Prefixes, Settings, Tokens};
 
 /// See the top of the file.
 #[derive(Default)]
@@ -47,28 +47,25 @@ impl Blocks {
     /// The prompt as `kv_aware` wants it. `None`: its tokens are not known, or nobody's blocks are: the tree serves.
     ///
     /// `prefix`: the prompt's place in the approximate tree, with its length, for the workers about which nothing exact is known.
-    pub(super) fn tokens<P: Prefixes>(
-        &mut self,
-        index: &Index,
-        pin: &Pin<'_>,
+    pub(super) fn tokens<'k, P: Prefixes>(
+        &'k mut self,
+        index: &'k Index,
+        pin: &'k Pin<'k>,
         settings: &Settings,
         candidates: &Candidates,
         prefix: Option<(&P, u64)>,
-    ) -> Option<Tokens<'_>> {
+    ) -> Option<Tokens<'k>> {
         let count = self.count.filter(|count| *count > 0)?;
-        let slots = candidates.slots().iter().copied();
-        self.credits.blind.clear();
-        let is_blind = |slot: &Slot| index.trust(*slot) == Trust::Blind;
-        self.credits.blind.extend(slots.filter(is_blind));
+        index.list_blind(candidates, &mut self.credits.blind);
         if self.credits.blind.len() == candidates.len() {
             return None;
         }
-        index.credit(
+        let holdings = index.look_up(
             pin,
             &self.chain,
             count,
-            &settings.tier_values,
-            |slot| candidates.contains(slot),
+            settings,
+            candidates,
             &mut self.credits,
         );
         if let Some((prefixes, length)) = prefix.filter(|_| !self.credits.blind.is_empty()) {
@@ -85,6 +82,7 @@ impl Blocks {
         Some(Tokens {
             count,
             credits: &self.credits,
+            holdings,
         })
     }
 

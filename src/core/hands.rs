@@ -977,7 +977,7 @@ fn kept(
         seen,
         reason: Reason::Home,
         matched_blocks: 0,
-        new_tokens: tokens.map(|t| t.count.saturating_sub(t.credits.find(bound))),
+        new_tokens: tokens.map(|t| t.count.saturating_sub(t.credit(bound))),
         given_up: None,
         least_load: None,
     }

@@ -62,6 +62,11 @@ impl Candidates {
         &self.slots
     }
 
+    /// A bit for each, by slot.
+    pub(super) fn bits(&self) -> &[u64] {
+        &self.bits
+    }
+
     /// Whether the slot is one of them.
     #[inline]
     pub fn contains(&self, slot: Slot) -> bool {

@@ -120,6 +120,39 @@ fn one_other_tier_continues_the_run() {
     assert_eq!(rig.credits(&chain, 41), [(1, 32), (2, 16)]);
 }
 
+/// A block without the one before it is another's that has its key.
+#[test]
+fn a_block_by_itself_is_nobodys_prefix() {
+    let mut rig = Rig::new();
+    let chain = rig.chain(&ids(41));
+    rig.index.set_source(20, Some((Slot(1), Trust::Exact)));
+    rig.index.set_source(21, Some((Slot(2), Trust::Exact)));
+    rig.store(20, DEVICE, &chain[..3]);
+    rig.store(20, DEVICE, &chain[9..]);
+    let mut reader = rig.domain.reader(0);
+    let pin = reader.pin();
+    let candidates: Candidates = (0..4).map(Slot).collect();
+    let deepest = |rig: &Rig| {
+        let (settings, mut out) = (Settings::default(), Credits::default());
+        let holdings = rig
+            .index
+            .look_up(&pin, &chain, 41, &settings, &candidates, &mut out)
+            .unwrap();
+        let level = holdings
+            .deepest(40, 1, &SlotSet::default(), |_| true)
+            .unwrap();
+        let held = holdings
+            .held_at(&level)
+            .map(|(_, worker, credit)| (worker.0, credit));
+        let credits = [1, 2].map(|worker| holdings.credit(Slot(worker)));
+        (held.collect::<Vec<_>>(), credits)
+    };
+    assert_eq!(deepest(&rig), (vec![(1, 12)], [12, 0]));
+    // Where somebody holds both, still only he does.
+    rig.store(21, DEVICE, &chain);
+    assert_eq!(deepest(&rig), (vec![(2, 40)], [12, 40]));
+}
+
 #[test]
 fn adapters_are_known_by_name() {
     let rig = Rig::new();

@@ -32,7 +32,7 @@ mod wait;
 
 pub use candidates::{Candidates, RING_POINTS, name_of};
 pub use hashed::{Home, home_for_new};
-pub use index::{Credits, DEVICE, DISK, EXTERNAL, HOST, Index, Trust, key_in};
+pub use index::{Credits, DEVICE, DISK, EXTERNAL, HOST, Holdings, Index, Trust, key_in};
 pub use key::{
     BLOCK_BYTES, HASHED_BYTES_MAX, KeySeed, LONG_BLOCK_BYTES, LONG_FROM_BLOCK, bytes_of_blocks,
     chain, prefix_hash,

@@ -10,7 +10,7 @@ use shards::{Books, Match, Pin, PrefixHash, Slot, TIER_COUNT, Tree};
 use super::candidates::Candidates;
 use super::hashed::{self, Home};
 use super::key::bytes_of_blocks;
-use super::kv_aware::{self, Tokens};
+use super::kv_aware::{self, Race, Tokens};
 use super::reason::Reason;
 use super::wait::{self, Waits};
 
@@ -173,8 +173,9 @@ impl Loads for Books {
         self.in_flight(slot)
     }
 
+    #[inline]
     fn waiting_bytes(&self, slot: Slot) -> u64 {
-        Books::load(self, slot).waiting_bytes
+        Books::waiting_bytes(self, slot)
     }
 
     fn waiting(&self, slot: Slot) -> u32 {
@@ -272,6 +273,8 @@ pub struct Turn {
     pub rng: Rng,
     /// What `expected_wait` has learnt.
     pub waits: Waits,
+    /// Scratch of `kv_aware`.
+    pub(super) race: Race,
 }
 
 impl Turn {
@@ -282,6 +285,7 @@ impl Turn {
             round_robin: rng.next() >> 1,
             rng,
             waits: Waits::default(),
+            race: Race::default(),
         }
     }
 }
@@ -371,7 +375,7 @@ pub fn decide<P: Prefixes, L: Loads>(
         }
         PolicyKind::KvAware => match key {
             Key::Tokens(tokens) => {
-                return kv_aware::of_tokens(settings, tokens, &field, &mut turn.rng);
+                return kv_aware::of_tokens(settings, tokens, &field, turn);
             }
             Key::Prefix(..) => {
                 return cache_aware(settings, key.prefix(), &field, &mut turn.rng, scratch);
@@ -517,6 +521,13 @@ fn list(found: &impl Found, accept: impl Fn(Slot) -> bool, holders: &mut Vec<Slo
 fn is_overload(settings: &Settings, load: u32, least: u32) -> bool {
     load.saturating_sub(least) > settings.balance_abs_threshold
         && f64::from(load) > settings.balance_rel_threshold * f64::from(least)
+}
+
+/// A worker's lot in one choice: of equals the lowest wins.
+#[inline]
+pub(super) fn lot(draw: u64, slot: Slot) -> u64 {
+    let mixed = (draw ^ u64::from(slot.0)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    (mixed ^ (mixed >> 32)).wrapping_mul(0x94d0_49bb_1331_11eb)
 }
 
 /// The candidates less those already tried, with their loads (R1).
@@ -731,11 +742,7 @@ impl<L: Loads> Entrants<'_, L> {
         rng: &mut Rng,
     ) -> Option<Seen> {
         let draw = rng.next();
-        let lot_of = |slot: Slot| {
-            let mixed = (draw ^ u64::from(slot.0)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            let lot = (mixed ^ (mixed >> 32)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            lot >> 1 | u64::from(!prefers(slot)) << 63
-        };
+        let lot_of = |slot| lot(draw, slot) >> 1 | u64::from(!prefers(slot)) << 63;
         // A plain loop: as `filter` and `min_by_key` it took five times as long.
         let (mut chosen, mut lowest) = (None, u64::MAX);
         for slot in slots {

@@ -41,7 +41,10 @@ pub fn block(buckets: [u64; 2], is_upper: bool, mark: u64, nth: usize) -> u64 {
     let is_there = |hash: &u64| {
         let mixed = mix(*hash);
         let is_half = (mixed >> 63 == 1) == is_upper;
-        [(mixed >> 32) % 4, mixed % 4] == buckets && is_half && (mixed >> 11) % 128 == mark
+        let first = mixed % 4;
+        [first, first ^ ((mixed >> 32) % 4).max(1)] == buckets
+            && is_half
+            && (mixed >> 11) % 128 == mark
     };
     (1..).filter(is_there).nth(nth).unwrap()
 }

@@ -6,6 +6,7 @@
 //! nearly all of it) and halving: O(log n) probes. Where an eviction broke the rule a look-up may stop early (T2).
 
 use std::marker::PhantomData;
+use std::ops::RangeInclusive;
 
 use super::Tree;
 use super::holders::Slots;
@@ -13,7 +14,7 @@ use super::spread::Spread;
 use super::view::View;
 use super::word::{BRANCHES_MAX, Word};
 use crate::epoch::Pin;
-use crate::ids::{PrefixHash, SLOT_COUNT_MAX, Slot};
+use crate::ids::{PrefixHash, Slot, SlotSet};
 
 /// The deepest block of a chain that an accepted worker holds. Lives as long as the pin.
 pub struct Match<'p> {
@@ -29,6 +30,12 @@ impl Match<'_> {
     pub fn holders(&self) -> impl Iterator<Item = Slot> {
         // SAFETY: the word was read under the pin that `'p` borrows.
         unsafe { Slots::of(self.word) }
+    }
+
+    /// The same as a set: all of them, or those that are in another set, too.
+    pub fn list(&self, also_in: Option<&SlotSet>, out: &mut SlotSet) {
+        // SAFETY: the word was read under the pin that `'p` borrows.
+        unsafe { Slots::of(self.word) }.list(also_in, out);
     }
 
     /// Whether a worker is one of them.
@@ -52,23 +59,6 @@ impl Match<'_> {
     }
 }
 
-/// Slots already reported, as bits.
-struct Seen([u64; SLOT_COUNT_MAX / 64]);
-
-impl Seen {
-    fn has(&self, slot: Slot) -> bool {
-        self.0
-            .get(slot.index() / 64)
-            .is_some_and(|bits| bits >> (slot.0 % 64) & 1 == 1)
-    }
-
-    fn add(&mut self, slot: Slot) {
-        if let Some(bits) = self.0.get_mut(slot.index() / 64) {
-            *bits |= 1 << (slot.0 % 64);
-        }
-    }
-}
-
 /// One chain with the tree it is looked up in, under a pin.
 struct Chain<'a> {
     tree: &'a Tree,
@@ -83,6 +73,7 @@ impl<'a> Chain<'a> {
         Self { tree, hashes }
     }
 
+    #[inline]
     fn view(&self, spread: Spread) -> &'a View {
         &self.tree.views[spread.owner(self.tree.views.len())]
     }
@@ -104,6 +95,7 @@ impl<'a> Chain<'a> {
     }
 
     /// The holders of a word of this chain.
+    #[inline]
     fn holders(&self, word: Word) -> Slots<'a> {
         // SAFETY: the word was read under the pin, which is borrowed for `'a`.
         unsafe { Slots::of(word) }
@@ -116,7 +108,17 @@ impl<'a> Chain<'a> {
         _pin: &'p Pin<'_>,
         takes: impl FnMut(Word) -> bool,
     ) -> Option<Match<'p>> {
-        let (blocks, word) = self.deepest(self.hashes.len(), takes)?;
+        self.deepest_in(1..=self.hashes.len(), takes)
+    }
+
+    /// The same among these depths alone.
+    #[inline]
+    fn deepest_in<'p>(
+        &self,
+        depths: RangeInclusive<usize>,
+        takes: impl FnMut(Word) -> bool,
+    ) -> Option<Match<'p>> {
+        let (blocks, word) = self.deepest(depths, takes)?;
         Some(Match {
             blocks,
             word,
@@ -125,21 +127,26 @@ impl<'a> Chain<'a> {
         })
     }
 
-    /// The deepest block among the first `count` whose word `takes`, given that all before it are taken too.
+    /// The deepest block at one of these depths (1-based) whose word `takes`, given that all before it are taken too.
     #[inline]
-    fn deepest(&self, count: usize, mut takes: impl FnMut(Word) -> bool) -> Option<(usize, Word)> {
+    fn deepest(
+        &self,
+        depths: RangeInclusive<usize>,
+        mut takes: impl FnMut(Word) -> bool,
+    ) -> Option<(usize, Word)> {
+        let (least, most) = depths.into_inner();
         let mut probe = |depth| self.word(depth).filter(|&word| takes(word));
         // Gallop: everything from `miss` on is refused.
-        let mut miss = count + 1;
+        let mut miss = most + 1;
         let mut step = 1;
         let (mut depth, mut word) = loop {
-            if miss == 1 {
+            if miss <= least {
                 return None;
             }
-            let at = miss.saturating_sub(step).max(1);
+            let at = miss.saturating_sub(step).max(least);
             step *= 2;
-            if at > 1 {
-                self.prefetch(at.saturating_sub(step).max(1));
+            if at > least {
+                self.prefetch(at.saturating_sub(step).max(least));
             }
             match probe(at) {
                 Some(word) => break (at, word),
@@ -176,7 +183,7 @@ impl Tree {
     pub fn depth_known(&self, pin: &Pin<'_>, chain: &[PrefixHash]) -> usize {
         let chain = Chain::new(self, pin, chain);
         chain
-            .deepest(chain.hashes.len(), |_| true)
+            .deepest(1..=chain.hashes.len(), |_| true)
             .map_or(0, |(depth, _)| depth)
     }
 
@@ -205,8 +212,40 @@ impl Tree {
         chain.deepest_match(pin, |word| chain.holders(word).has(slot))
     }
 
+    /// Deepest block, of those at `least` (1 or more) and deeper, held by a worker that is not in `done` and that `accept` takes.
+    #[must_use]
+    pub fn find_further<'p>(
+        &self,
+        pin: &'p Pin<'_>,
+        chain: &[PrefixHash],
+        least: usize,
+        done: &SlotSet,
+        mut accept: impl FnMut(Slot) -> bool,
+    ) -> Option<Match<'p>> {
+        let chain = Chain::new(self, pin, chain);
+        chain.deepest_in(least.max(1)..=chain.hashes.len(), |word| {
+            let mut holders = chain.holders(word);
+            holders.any(|slot| !done.has(slot) && accept(slot))
+        })
+    }
+
+    /// Deepest block, of those at `least` (1 or more) and deeper, that one of these slots holds.
+    #[must_use]
+    pub fn find_among<'p>(
+        &self,
+        pin: &'p Pin<'_>,
+        chain: &[PrefixHash],
+        least: usize,
+        slots: &SlotSet,
+    ) -> Option<Match<'p>> {
+        let chain = Chain::new(self, pin, chain);
+        chain.deepest_in(least.max(1)..=chain.hashes.len(), |word| {
+            chain.holders(word).meets(slots)
+        })
+    }
+
     /// Every level at which a further accepted worker appears, deepest first, at most `level_max` levels: pairs (worker,
-    /// blocks it holds) are appended to `out`.
+    /// blocks it holds) are appended to `out`. `accept` is asked once about each holder that it refuses.
     pub fn matches(
         &self,
         pin: &Pin<'_>,
@@ -216,21 +255,28 @@ impl Tree {
         out: &mut Vec<(Slot, usize)>,
     ) {
         let chain = Chain::new(self, pin, chain);
-        let mut seen = Seen([0; _]);
+        // Reported, or refused.
+        let mut done = SlotSet::default();
         let mut count = chain.hashes.len();
         for _ in 0..level_max {
             let takes = |word| {
-                chain
-                    .holders(word)
-                    .any(|slot| !seen.has(slot) && accept(slot))
+                while let Some(slot) = chain.holders(word).first_not_in(&done) {
+                    if accept(slot) {
+                        return true;
+                    }
+                    done.add(slot);
+                }
+                false
             };
-            let Some((depth, word)) = chain.deepest(count, takes) else {
+            let Some((depth, word)) = chain.deepest(1..=count, takes) else {
                 return;
             };
             for slot in chain.holders(word) {
-                if !seen.has(slot) && accept(slot) {
-                    seen.add(slot);
-                    out.push((slot, depth));
+                if !done.has(slot) {
+                    done.add(slot);
+                    if accept(slot) {
+                        out.push((slot, depth));
+                    }
                 }
             }
             count = depth - 1;

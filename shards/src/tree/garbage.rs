@@ -37,7 +37,7 @@ unsafe fn free_full(segment: NonNull<Segment>) {
     // SAFETY: the caller's promise.
     unsafe {
         for (_, entry) in segment.as_ref().all_entries() {
-            if entry.key().is_some()
+            if entry.tag().is_some()
                 && let Some(store) = Store::of(entry.word())
             {
                 store.free();

@@ -9,7 +9,7 @@ use std::slice;
 
 use super::thin::Thin;
 use super::word::{INLINE_MAX, Packed, Payload, Word};
-use crate::ids::Slot;
+use crate::ids::{Slot, SlotSet};
 use crate::sync::{AtomicU64, Ordering};
 
 /// Longer lists become bitmaps whatever they cost.
@@ -66,6 +66,51 @@ impl Slots<'_> {
                 // ORDERING: Relaxed; a bit says "this slot" and publishes nothing else (H1).
                 word.is_some_and(|bits| bits.load(Ordering::Relaxed) >> (slot.0 % 64) & 1 == 1)
             }
+        }
+    }
+}
+
+impl Slots<'_> {
+    /// Whether one of them is in a set; asked before any was taken.
+    #[inline]
+    pub(super) fn meets(mut self, set: &SlotSet) -> bool {
+        match &self {
+            Self::Bitmap { words, .. } => words.iter().enumerate().any(|(index, bits)| {
+                // ORDERING: Relaxed; a bit says "this slot" and publishes nothing else (H1).
+                bits.load(Ordering::Relaxed) & set.word(index) != 0
+            }),
+            _ => self.any(|slot| set.has(slot)),
+        }
+    }
+
+    /// Makes a set of those that are in another one, too, or of all; asked before any was taken.
+    pub(super) fn list(mut self, also_in: Option<&SlotSet>, out: &mut SlotSet) {
+        out.clear();
+        match &self {
+            Self::Bitmap { words, .. } => {
+                for (index, bits) in words.iter().enumerate() {
+                    let others = also_in.map_or(u64::MAX, |set| set.word(index));
+                    // ORDERING: Relaxed; a bit says "this slot" and publishes nothing else (H1).
+                    out.set_word(index, bits.load(Ordering::Relaxed) & others);
+                }
+            }
+            _ => {
+                let is_in = |slot: &Slot| also_in.is_none_or(|set| set.has(*slot));
+                self.by_ref().filter(is_in).for_each(|slot| out.add(slot));
+            }
+        }
+    }
+
+    /// The first of them that is not in a set; asked before any was taken.
+    #[inline]
+    pub(super) fn first_not_in(mut self, set: &SlotSet) -> Option<Slot> {
+        match &self {
+            Self::Bitmap { words, .. } => words.iter().enumerate().find_map(|(index, bits)| {
+                // ORDERING: Relaxed; a bit says "this slot" and publishes nothing else (H1).
+                let bits = bits.load(Ordering::Relaxed) & !set.word(index);
+                (bits != 0).then(|| Slot((index * 64) as u16 + bits.trailing_zeros() as u16))
+            }),
+            _ => self.find(|slot| !set.has(*slot)),
         }
     }
 }

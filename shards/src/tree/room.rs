@@ -2,8 +2,8 @@
 //! only, as all of `table.rs`.
 
 use super::garbage::Garbage;
-use super::segment::{Entry, SEGMENT_BYTES, SEGMENT_ENTRIES, Segment, WAY_COUNT};
-use super::spread::Spread;
+use super::segment::{Entry, SEGMENT_BYTES, SEGMENT_ENTRIES, Segment};
+use super::spread::{Spread, directory_index, other_bucket};
 use super::table::{GARBAGE_MAX, Table, slots};
 use super::view::View;
 
@@ -14,7 +14,7 @@ const MOVABLE_ENTRIES: u32 = (SEGMENT_ENTRIES - SEGMENT_ENTRIES / 32) as u32;
 
 impl Table {
     /// An empty entry for a key: a free one, one made free by moving, one of a split segment, or that of the oldest.
-    pub(super) fn room<'v>(&mut self, view: &'v View, spread: Spread) -> &'v Entry {
+    pub(super) fn room<'v>(&mut self, view: &'v View, spread: Spread) -> Entry<'v> {
         let index = spread.directory_index(view.bits);
         let buckets = spread.buckets();
         loop {
@@ -35,7 +35,7 @@ impl Table {
         segment: &'v Segment,
         index: usize,
         [a, b]: [usize; 2],
-    ) -> Option<&'v Entry> {
+    ) -> Option<Entry<'v>> {
         if *self.used_mut(index) > MOVABLE_ENTRIES {
             return None;
         }
@@ -56,17 +56,14 @@ impl Table {
         let (low, high) = (Segment::allocate(), Segment::allocate());
         let mut used = [0, 0];
         for (bucket, entry) in self.segment(view, index).all_entries() {
-            let Some(key) = entry.key() else { continue };
-            let is_high = Spread::of(key).directory_index(view.bits) >= middle;
+            let Some(tag) = entry.tag() else { continue };
+            let is_high = directory_index(tag, view.bits) >= middle;
             // SAFETY: both are new, and nobody else knows them yet.
             let half = unsafe { if is_high { high.as_ref() } else { low.as_ref() } };
-            let place = half
-                .entries(bucket)
-                .iter()
-                .find(|entry| entry.key().is_none());
+            let place = half.entries(bucket).find(|entry| entry.tag().is_none());
             place
                 .expect("a bucket's entries fit into that bucket")
-                .fill(key, entry.word());
+                .fill(tag, entry.word());
             used[usize::from(is_high)] += 1;
         }
         self.bin.retire(Garbage::Segment(view.pointer(index)));
@@ -86,11 +83,10 @@ impl Table {
         segment: &'v Segment,
         index: usize,
         buckets: [usize; 2],
-    ) -> &'v Entry {
+    ) -> Entry<'v> {
         let [a, b] = buckets.map(|bucket| segment.entries(bucket));
         // Of equals the first (max_by_key takes the last).
         let oldest = a
-            .iter()
             .chain(b)
             .rev()
             .max_by_key(|entry| self.distance(entry.word()));
@@ -99,7 +95,7 @@ impl Table {
         entry
     }
 
-    pub(super) fn evict(&mut self, entry: &Entry, index: usize) {
+    pub(super) fn evict(&mut self, entry: Entry<'_>, index: usize) {
         for slot in slots(entry.word()) {
             self.uncount_holder(slot);
         }
@@ -108,7 +104,7 @@ impl Table {
     }
 
     /// Unlinks an entry whose holders are already uncounted.
-    pub(super) fn remove(&mut self, entry: &Entry, index: usize) {
+    pub(super) fn remove(&mut self, entry: Entry<'_>, index: usize) {
         let word = entry.word();
         entry.erase();
         self.retire_store(word);
@@ -119,7 +115,7 @@ impl Table {
 
 /// A free entry in the emptier of two buckets.
 #[inline]
-fn free_entry(segment: &Segment, [a, b]: [usize; 2]) -> Option<&Entry> {
+fn free_entry(segment: &Segment, [a, b]: [usize; 2]) -> Option<Entry<'_>> {
     let (in_a, count_a) = free_in(segment.entries(a));
     let (in_b, count_b) = free_in(segment.entries(b));
     if count_b > count_a { in_b } else { in_a }
@@ -127,10 +123,10 @@ fn free_entry(segment: &Segment, [a, b]: [usize; 2]) -> Option<&Entry> {
 
 /// A free entry of a bucket, and how many there are.
 #[inline]
-fn free_in(entries: &[Entry; WAY_COUNT]) -> (Option<&Entry>, u32) {
+fn free_in<'v>(entries: impl Iterator<Item = Entry<'v>>) -> (Option<Entry<'v>>, u32) {
     let mut free = (None, 0);
     for entry in entries {
-        if entry.key().is_none() {
+        if entry.tag().is_none() {
             free = (Some(entry), free.1 + 1);
         }
     }
@@ -138,20 +134,16 @@ fn free_in(entries: &[Entry; WAY_COUNT]) -> (Option<&Entry>, u32) {
 }
 
 /// Frees an entry of a full bucket by moving one to its other bucket, there first another one, and so on.
-fn make_free(segment: &Segment, bucket: usize, moves_max: usize) -> Option<&Entry> {
-    segment.entries(bucket).iter().find_map(|entry| {
-        let key = entry.key()?;
-        let [a, b] = Spread::of(key).buckets();
-        let other = if a == bucket { b } else { a };
+fn make_free(segment: &Segment, bucket: usize, moves_max: usize) -> Option<Entry<'_>> {
+    segment.entries(bucket).find_map(|entry| {
+        let tag = entry.tag()?;
+        let other = other_bucket(bucket, tag);
         let hole = match moves_max {
-            1 => segment
-                .entries(other)
-                .iter()
-                .find(|entry| entry.key().is_none()),
+            1 => segment.entries(other).find(|entry| entry.tag().is_none()),
             _ => make_free(segment, other, moves_max - 1),
         }?;
         // First there, then here: a reader may see both, or (looking there, then here) neither, once.
-        hole.fill(key, entry.word());
+        hole.fill(tag, entry.word());
         entry.erase();
         Some(entry)
     })

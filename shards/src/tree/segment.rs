@@ -1,5 +1,8 @@
-//! A segment: 64 KiB of buckets, each one cache line of four entries. Written by the shard's owner, read by every core
+//! A segment: 64 KiB of buckets, each one cache line of five entries. Written by the shard's owner, read by every core
 //! under a pin.
+//!
+//! An entry has no more of its block's hash than its place does not tell already: a tag of 32 bits, and the mark, seven bits in the
+//! value. With the bucket's ten that is 49 bits, and who agrees in them counts as one block; below "key" is a tag.
 //!
 //! Invariants:
 //! - S1 a reader never takes one key's value for another's;
@@ -13,7 +16,7 @@
 //!   one; a later one of another key is the first case.
 //! - The same key twice with another key's value between them: the entry went k -> other -> k while the reader stood still
 //!   twice, once between each pair of loads. Each change needs an eviction by age or a purge. Against this rest the value
-//!   repeats seven bits of its key's hash (mark). What remains is a wrong advice, once, never wrong memory.
+//!   has seven more bits of its block's hash (mark). What remains is a wrong advice, once, never wrong memory.
 //!
 //! S2: a value's pointer is retired only after it was unlinked: the word was replaced, or the key is 0 and the reader's
 //! second look (for a pin that began later, already its first) finds that.
@@ -24,15 +27,14 @@ use std::ptr::NonNull;
 
 use super::spread::Spread;
 use super::word::Word;
-use crate::ids::PrefixHash;
-use crate::sync::{AtomicU64, Life, Ordering};
+use crate::sync::{AtomicU32, AtomicU64, Life, Ordering};
 
-/// Buckets of a segment. A power of two, at most 2^10 (see `spread.rs`).
+/// Buckets of a segment. A power of two, at most 2^11 (see `spread.rs`).
 #[cfg(not(loom))]
 pub(super) const BUCKET_COUNT: usize = 1024;
 /// Entries of a bucket.
 #[cfg(not(loom))]
-pub(super) const WAY_COUNT: usize = 4;
+pub(super) const WAY_COUNT: usize = 5;
 
 /// Small, so that models end.
 #[cfg(loom)]
@@ -44,20 +46,22 @@ pub(super) const WAY_COUNT: usize = 1;
 /// Entries of a segment.
 pub(super) const SEGMENT_ENTRIES: usize = BUCKET_COUNT * WAY_COUNT;
 /// Bytes of a segment.
-pub(super) const SEGMENT_BYTES: usize = SEGMENT_ENTRIES * 16;
+pub(super) const SEGMENT_BYTES: usize = BUCKET_COUNT * if cfg!(loom) { 16 } else { 64 };
 
-/// The key of an empty entry.
-const EMPTY: u64 = 0;
+/// The tag of an empty entry.
+const EMPTY: u32 = 0;
 
-/// A key with its value word.
-pub(super) struct Entry {
-    key: AtomicU64,
-    value: AtomicU64,
+/// A tag with its value word.
+#[derive(Clone, Copy)]
+pub(super) struct Entry<'s> {
+    tag: &'s AtomicU32,
+    value: &'s AtomicU64,
 }
 
 #[repr(C, align(64))]
 struct Bucket {
-    entries: [Entry; WAY_COUNT],
+    values: [AtomicU64; WAY_COUNT],
+    tags: [AtomicU32; WAY_COUNT],
 }
 
 /// See the top of the file.
@@ -76,19 +80,16 @@ impl Segment {
         let layout = std::alloc::Layout::new::<Self>();
         // SAFETY: the layout is not empty.
         let raw = unsafe { std::alloc::alloc_zeroed(layout) }.cast::<Self>();
-        // All zero is a valid segment: every key EMPTY, atomics without invariants of their own.
+        // All zero is a valid segment: every tag EMPTY, atomics without invariants of their own.
         NonNull::new(raw).unwrap_or_else(|| std::alloc::handle_alloc_error(layout))
     }
 
     /// An empty segment.
     #[cfg(loom)]
     pub(super) fn allocate() -> NonNull<Self> {
-        let entry = |_| Entry {
-            key: AtomicU64::new(EMPTY),
-            value: AtomicU64::new(0),
-        };
         let bucket = |_| Bucket {
-            entries: std::array::from_fn(entry),
+            values: std::array::from_fn(|_| AtomicU64::new(0)),
+            tags: std::array::from_fn(|_| AtomicU32::new(EMPTY)),
         };
         let segment = Self {
             life: Life::new(),
@@ -112,16 +113,16 @@ impl Segment {
         }
     }
 
-    /// The value word of a key, for readers. `key` is not 0.
+    /// The value word of a block, for readers.
     #[inline]
-    pub(super) fn find(&self, key: PrefixHash, spread: Spread) -> Option<Word> {
+    pub(super) fn find(&self, spread: Spread) -> Option<Word> {
         self.life.check();
         let [a, b] = spread.buckets();
         self.prefetch(b);
-        let mark = spread.mark();
+        let (tag, mark) = (spread.tag(), spread.mark());
         self.buckets[a]
-            .find(key.0, mark)
-            .or_else(|| self.buckets[b].find(key.0, mark))
+            .find(tag, mark)
+            .or_else(|| self.buckets[b].find(tag, mark))
     }
 
     /// Begins to load the two buckets of a key.
@@ -145,73 +146,88 @@ impl Segment {
     }
 
     /// The entries of a bucket, for the owner.
-    pub(super) fn entries(&self, bucket: usize) -> &[Entry; WAY_COUNT] {
+    #[inline]
+    pub(super) fn entries(&self, bucket: usize) -> impl DoubleEndedIterator<Item = Entry<'_>> {
         self.life.check();
-        &self.buckets[bucket].entries
+        self.buckets[bucket].entries()
     }
 
     /// All entries with the index of their bucket, for the owner.
-    pub(super) fn all_entries(&self) -> impl Iterator<Item = (usize, &Entry)> {
+    pub(super) fn all_entries(&self) -> impl Iterator<Item = (usize, Entry<'_>)> {
         self.life.check();
         let numbered = self.buckets.iter().enumerate();
-        numbered.flat_map(|(index, bucket)| bucket.entries.iter().map(move |entry| (index, entry)))
+        numbered.flat_map(|(index, bucket)| bucket.entries().map(move |entry| (index, entry)))
     }
 }
 
 impl Bucket {
     #[inline]
-    fn find(&self, key: u64, mark: u64) -> Option<Word> {
-        self.entries.iter().find_map(|entry| {
-            // ORDERING: Acquire pairs with fill's Release of the key: the value's load sees this key's value or a later one.
-            if entry.key.load(Ordering::Acquire) != key {
+    fn entries(&self) -> impl DoubleEndedIterator<Item = Entry<'_>> {
+        let pairs = self.tags.iter().zip(&self.values);
+        pairs.map(|(tag, value)| Entry { tag, value })
+    }
+
+    #[inline]
+    fn find(&self, tag: u32, mark: u64) -> Option<Word> {
+        self.entries().find_map(|entry| {
+            // ORDERING: Acquire pairs with fill's Release of the tag: the value's load sees this key's value or a later one.
+            if entry.tag.load(Ordering::Acquire) != tag {
                 return None;
             }
             // ORDERING: Acquire pairs with the Release stores of the value: what it points to is written, and the load
-            // below sees a key no older than the value.
+            // below sees a tag no older than the value.
             let word = Word(entry.value.load(Ordering::Acquire));
             // ORDERING: Relaxed; kept after the value's load by that load's Acquire.
-            let still = entry.key.load(Ordering::Relaxed) == key;
+            let still = entry.tag.load(Ordering::Relaxed) == tag;
             (still && word.mark() == mark).then_some(word)
         })
     }
 }
 
 /// The owner's side. Nobody else writes, so its own loads are Relaxed.
-impl Entry {
-    /// The key; `None`: empty.
-    pub(super) fn key(&self) -> Option<PrefixHash> {
-        // ORDERING: Relaxed; only the owner writes keys.
-        match self.key.load(Ordering::Relaxed) {
+impl Entry<'_> {
+    /// The tag; `None`: empty.
+    #[inline]
+    pub(super) fn tag(self) -> Option<u32> {
+        // ORDERING: Relaxed; only the owner writes tags.
+        match self.tag.load(Ordering::Relaxed) {
             EMPTY => None,
-            key => Some(PrefixHash(key)),
+            tag => Some(tag),
         }
     }
 
+    /// Whether it is a block's, given that it lies in one of the block's buckets.
+    #[inline]
+    pub(super) fn is_of(self, spread: Spread) -> bool {
+        self.tag() == Some(spread.tag()) && self.word().mark() == spread.mark()
+    }
+
     /// The value word; of an empty entry it means nothing.
-    pub(super) fn word(&self) -> Word {
+    #[inline]
+    pub(super) fn word(self) -> Word {
         // ORDERING: Relaxed; only the owner writes values.
         Word(self.value.load(Ordering::Relaxed))
     }
 
     /// Another value for the same key.
-    pub(super) fn set_word(&self, word: Word) {
+    pub(super) fn set_word(self, word: Word) {
         // ORDERING: Release pairs with find's Acquire of the value: what the word points to is written.
         self.value.store(word.0, Ordering::Release);
     }
 
     /// An empty entry gets a key.
-    pub(super) fn fill(&self, key: PrefixHash, word: Word) {
-        debug_assert!(self.key().is_none() && key.0 != EMPTY);
-        // ORDERING: Release pairs with find's Acquire of the value: who reads it sees the key at 0 or later (S1).
+    pub(super) fn fill(self, tag: u32, word: Word) {
+        debug_assert!(self.tag().is_none() && tag != EMPTY);
+        // ORDERING: Release pairs with find's Acquire of the value: who reads it sees the tag at 0 or later (S1).
         self.value.store(word.0, Ordering::Release);
-        // ORDERING: Release pairs with find's Acquire of the key: the value is stored before it (S1).
-        self.key.store(key.0, Ordering::Release);
+        // ORDERING: Release pairs with find's Acquire of the tag: the value is stored before it (S1).
+        self.tag.store(tag, Ordering::Release);
     }
 
     /// The entry is empty again; its value is unlinked.
-    pub(super) fn erase(&self) {
+    pub(super) fn erase(self) {
         // ORDERING: Relaxed; fill's Release of the next value carries it (S1), and the bin's tag carries it to later
         // pins (S2).
-        self.key.store(EMPTY, Ordering::Relaxed);
+        self.tag.store(EMPTY, Ordering::Relaxed);
     }
 }

@@ -12,7 +12,7 @@ use crate::ids::Slot;
 const HAND_BUCKETS: usize = 32;
 
 impl Table {
-    pub(super) fn add_holder(&mut self, view: &View, entry: &Entry, slot: Slot) {
+    pub(super) fn add_holder(&mut self, view: &View, entry: Entry<'_>, slot: Slot) {
         // First the age: what is in use is not taken when room is needed below.
         let word = entry.word().with_age(self.newest);
         set_if_new(entry, word);
@@ -38,7 +38,7 @@ impl Table {
     }
 
     /// Takes one of an entry's holders out, uncounted. True: it was the last one, and is still in the word.
-    pub(super) fn take_holder(&mut self, entry: &Entry, slot: Slot) -> bool {
+    pub(super) fn take_holder(&mut self, entry: Entry<'_>, slot: Slot) -> bool {
         let word = entry.word();
         // Of many, one bit: a prefix of the whole fleet is not built anew for each worker that lets it go.
         if let Payload::Bitmap(bitmap) = word.payload()
@@ -58,7 +58,7 @@ impl Table {
     }
 
     /// `scratch` becomes the holders of the entry.
-    pub(super) fn replace_holders(&mut self, entry: &Entry, word: Word) {
+    pub(super) fn replace_holders(&mut self, entry: Entry<'_>, word: Word) {
         self.store_bytes += build_bytes(&self.scratch);
         entry.set_word(word.with_payload(build(&self.scratch)));
         self.retire_store(word);
@@ -90,7 +90,7 @@ impl Table {
         let (index, bucket) = self.hand;
         for entry in self.segment(view, index).entries(bucket) {
             let word = entry.word();
-            if entry.key().is_some() && Store::of(word).is_some() && self.distance(word) > 0 {
+            if entry.tag().is_some() && Store::of(word).is_some() && self.distance(word) > 0 {
                 self.evict(entry, index);
             }
         }

@@ -6,7 +6,7 @@
 
 use super::garbage::Garbage;
 use super::holders::Slots;
-use super::segment::{BUCKET_COUNT, Entry, SEGMENT_BYTES, Segment};
+use super::segment::{BUCKET_COUNT, Entry, SEGMENT_BYTES, Segment, WAY_COUNT};
 use super::spread::Spread;
 use super::view::{DIRECTORY_BITS_MAX, View};
 use super::word::{Packed, Payload, Word};
@@ -51,7 +51,8 @@ impl Shape {
 
     /// New blocks per generation.
     fn generation_volume(self) -> usize {
-        (self.segment_bytes_max / 16 / GENERATIONS).max(1)
+        let capacity = self.segment_bytes_max / (SEGMENT_BYTES / BUCKET_COUNT) * WAY_COUNT;
+        (capacity / GENERATIONS).max(1)
     }
 }
 
@@ -104,7 +105,7 @@ impl Table {
             return;
         }
         let spread = Spread::of(hash);
-        if let Some(entry) = self.entry(view, hash, spread) {
+        if let Some(entry) = self.entry(view, spread) {
             self.add_holder(view, entry, slot);
         } else {
             self.count_new(view);
@@ -113,7 +114,7 @@ impl Table {
             let word = Word::new(spread.mark())
                 .with_payload(only)
                 .with_age(self.newest);
-            entry.fill(hash, word);
+            entry.fill(spread.tag(), word);
             *self.used_mut(spread.directory_index(view.bits)) += 1;
             self.node_count += 1;
             self.count_holder(slot);
@@ -123,7 +124,7 @@ impl Table {
     /// The worker holds the block no more.
     pub(super) fn remove_holder(&mut self, view: &View, hash: PrefixHash, slot: Slot) {
         let spread = Spread::of(hash);
-        let found = self.entry(view, hash, spread).filter(|_| hash.0 != 0);
+        let found = self.entry(view, spread).filter(|_| hash.0 != 0);
         let Some(entry) = found else { return };
         if entry.word().is_only(slot) {
             self.uncount_holder(slot);
@@ -140,14 +141,14 @@ impl Table {
 
     /// The block was used.
     pub(super) fn touch(&mut self, view: &View, hash: PrefixHash) {
-        if let Some(entry) = self.entry(view, hash, Spread::of(hash)) {
+        if let Some(entry) = self.entry(view, Spread::of(hash)) {
             set_if_new(entry, entry.word().with_age(self.newest));
         }
     }
 
     /// The block has one continuation more.
     pub(super) fn branch(&mut self, view: &View, hash: PrefixHash) {
-        if let Some(entry) = self.entry(view, hash, Spread::of(hash)) {
+        if let Some(entry) = self.entry(view, Spread::of(hash)) {
             set_if_new(entry, entry.word().with_branch());
         }
     }
@@ -172,7 +173,7 @@ impl Table {
         leaves: impl Fn(Slot) -> bool,
     ) {
         for entry in self.segment(view, index).entries(bucket) {
-            if entry.key().is_none() || !slots(entry.word()).any(&leaves) {
+            if entry.tag().is_none() || !slots(entry.word()).any(&leaves) {
                 continue;
             }
             self.scratch.clear();
@@ -230,12 +231,11 @@ impl Table {
         unsafe { view.segment(index) }
     }
 
-    fn entry<'v>(&self, view: &'v View, hash: PrefixHash, spread: Spread) -> Option<&'v Entry> {
+    fn entry<'v>(&self, view: &'v View, spread: Spread) -> Option<Entry<'v>> {
         let segment = self.segment(view, spread.directory_index(view.bits));
         let [a, b] = spread.buckets();
-        let is_it = |entry: &&Entry| entry.key() == Some(hash);
-        let in_a = segment.entries(a).iter().find(is_it);
-        in_a.or_else(|| segment.entries(b).iter().find(is_it))
+        let mut both = segment.entries(a).chain(segment.entries(b));
+        both.find(|entry| entry.is_of(spread))
     }
 
     pub(super) fn used_mut(&mut self, index: usize) -> &mut u32 {
@@ -278,7 +278,7 @@ impl Table {
     }
 }
 
-pub(super) fn set_if_new(entry: &Entry, word: Word) {
+pub(super) fn set_if_new(entry: Entry<'_>, word: Word) {
     if entry.word() != word {
         entry.set_word(word);
     }

@@ -124,7 +124,7 @@ impl View {
             return None;
         }
         // SAFETY: the caller's promise.
-        unsafe { self.segment(spread.directory_index(self.bits)) }.find(hash, spread)
+        unsafe { self.segment(spread.directory_index(self.bits)) }.find(spread)
     }
 
     /// Begins to load what `find` will look at.
