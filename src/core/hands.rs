@@ -378,6 +378,7 @@ impl Hands<'_, '_> {
                             role: ask.role,
                             bytes: load.waiting_bytes,
                             requests: load.waiting,
+                            streams: load.active,
                             own_bytes: work_bytes,
                         }
                     };
@@ -866,6 +867,7 @@ impl World for Hands<'_, '_> {
         let sample = route::Sample {
             bytes: ahead.bytes,
             requests: ahead.requests,
+            streams: ahead.streams,
             own_bytes: ahead.own_bytes,
             seconds: wait_ns as f64 / 1e9,
         };
