@@ -9,6 +9,7 @@ pub struct Slot(pub u16);
 
 impl Slot {
     /// The slot as an index into a table with one element per slot.
+    #[inline]
     #[must_use]
     pub const fn index(self) -> usize {
         self.0 as usize

@@ -201,7 +201,8 @@ impl Books {
         Word(self.word(slot).load(Ordering::Relaxed)).in_flight()
     }
 
-    /// Everything the books know of a slot, for gauges.
+    /// Everything the books know of a slot, for gauges and for expected waits.
+    #[inline]
     pub fn load(&self, slot: Slot) -> Load {
         let tally = self.tally(slot);
         // ORDERING: Acquire as in is_drained, so that the gauges of a drained slot read zero.

@@ -20,6 +20,8 @@
 //! behind a long prompt all wait, so the next long one goes where one is already and few come
 //! (size-interval assignment). How much they differ is the variance of what they have to compute over its mean square.
 //!
+//! Of a large fleet sixty-four workers are looked at, and those that hold most: the best of so many is about as good as the best of all.
+//!
 //! What it does not see: that a worker has lost a prefix, but by its pace. A worker that gets no requests keeps its pace.
 //!
 //! Before anything is known, and for decode, it chooses as `cache_aware`. A worker of which nothing is known has the pace of the
@@ -46,6 +48,8 @@ const LEAST_S: f64 = 0.001;
 const PACE_LEAST: f64 = 0.01;
 /// Levels of matches that are looked at: holders of the longest, of the next shorter one, and so on.
 const LEVELS_MAX: usize = 4;
+/// Workers that are looked at, whatever they hold.
+const VIEWS_MAX: usize = 64;
 /// Holders of a level that are looked at: a prefix of the whole fleet is no reason to choose.
 const HOLDERS_MAX: usize = 32;
 /// Prices that differ by less than this share, or this many seconds, are equal.
@@ -220,8 +224,7 @@ pub struct Waits {
     /// Sums of [`Pace::shares`].
     spread: [f64; 3],
     traffic: Traffic,
-    /// By slot: what the choice under way sees. Kept so that no choice allocates.
-    views: Vec<View>,
+    views: Views,
 }
 
 /// How busy the fleet is, and what its prompts are like: decayed sums over the samples of all workers.
@@ -348,14 +351,43 @@ impl Waits {
 }
 
 /// A worker that may be chosen.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 struct View {
+    slot: Slot,
     load: u32,
     ahead_s: f64,
     factor: f64,
     /// Blocks of the prompt that it holds.
     blocks: usize,
     price_s: f64,
+}
+
+/// Who is looked at in the choice under way. Kept so that no choice allocates.
+#[derive(Clone, Debug, Default)]
+struct Views {
+    all: Vec<View>,
+    /// A bit for each slot that is known to hold something.
+    holders: Vec<u64>,
+}
+
+impl Views {
+    fn clear(&mut self) {
+        self.all.clear();
+        self.holders.clear();
+    }
+
+    fn is_holder(&self, slot: Slot) -> bool {
+        let word = self.holders.get(slot.index() / 64).copied().unwrap_or(0);
+        word >> (slot.index() % 64) & 1 == 1
+    }
+
+    fn mark(&mut self, slot: Slot) {
+        let word = slot.index() / 64;
+        if word >= self.holders.len() {
+            self.holders.resize(word + 1, 0);
+        }
+        self.holders[word] |= 1 << (slot.index() % 64);
+    }
 }
 
 /// What all prices of a choice have in common.
@@ -368,7 +400,8 @@ struct Prices {
     least_bytes: u64,
     followers_per_s: f64,
     variety: f64,
-    mean_load: f64,
+    /// What one more request is of a worker's mean load, itself counted.
+    load_share: f64,
     mean_ahead_s: f64,
 }
 
@@ -379,9 +412,9 @@ impl Prices {
             .length_bytes
             .saturating_sub(bytes_of_blocks(view.blocks));
         let own_s = view.factor * (megabytes(own_bytes) * self.byte_s + self.request_s);
-        let more_s =
-            view.factor * megabytes(own_bytes.saturating_sub(self.least_bytes)) * self.byte_s;
-        let share = (f64::from(view.load) + 1.0) / (self.mean_load + 1.0);
+        let more_bytes = own_bytes.saturating_sub(self.least_bytes);
+        let more_s = view.factor * megabytes(more_bytes) * self.byte_s;
+        let share = (f64::from(view.load) + 1.0) * self.load_share;
         let share = 1.0 + self.variety * (share - 1.0);
         let wait_s = view.ahead_s + own_s;
         let others = own_s * share * wait_s + more_s * self.mean_ahead_s;
@@ -398,20 +431,12 @@ pub(super) fn of_waits<P: Prefixes, L: Loads>(
 ) -> Option<Decision> {
     let Turn { waits, rng, .. } = turn;
     let mut views = std::mem::take(&mut waits.views);
-    let (mut count, mut loads, mut ahead_s) = (0.0, 0.0, 0.0);
-    for slot in field.slots() {
-        let view = waits.view(slot, field.loads.all(slot));
-        (count, loads, ahead_s) = (
-            count + 1.0,
-            loads + f64::from(view.load),
-            ahead_s + view.ahead_s,
-        );
-        if slot.index() >= views.len() {
-            views.resize(slot.index() + 1, View::default());
-        }
-        views[slot.index()] = view;
-    }
-    let longest = mark_holders(prefixes, field, &mut views);
+    views.clear();
+    waits.look_at_some(field, &mut views.all, rng);
+    let count = views.all.len().max(1) as f64;
+    let mean = |of: fn(&View) -> f64| views.all.iter().map(of).sum::<f64>() / count;
+    let (mean_load, mean_ahead_s) = (mean(|view| f64::from(view.load)), mean(|view| view.ahead_s));
+    let longest = waits.look_at_holders(prefixes, field, &mut views);
     let least_bytes = length_bytes.saturating_sub(bytes_of_blocks(longest));
     waits.traffic.see(least_bytes);
     let [byte_s, request, ..] = waits.fit.costs;
@@ -422,86 +447,115 @@ pub(super) fn of_waits<P: Prefixes, L: Loads>(
         least_bytes,
         followers_per_s: waits.traffic.followers_per_s(),
         variety: waits.traffic.variety(),
-        mean_load: loads / count,
-        mean_ahead_s: ahead_s / count,
+        load_share: 1.0 / (mean_load + 1.0),
+        mean_ahead_s,
     };
     let mut least_s = f64::INFINITY;
-    for slot in field.slots() {
-        let view = &mut views[slot.index()];
+    for view in &mut views.all {
         view.price_s = prices.of(view);
         least_s = least_s.min(view.price_s);
     }
     let price_max_s = least_s + TOLERANCE_S.max(TOLERANCE * least_s);
     let mut best = Best::default();
-    for slot in field.slots() {
-        let view = &views[slot.index()];
-        if view.price_s <= price_max_s {
-            best.offer(slot, view, rng);
-        }
-    }
+    let good = views.all.iter();
+    let good = good.filter(|view| view.price_s <= price_max_s);
+    good.for_each(|view| best.offer(view, rng));
     waits.views = views;
-    let (slot, view) = best.chosen?;
-    let reason = match view.blocks {
+    let View {
+        slot, load, blocks, ..
+    } = best.chosen?;
+    let reason = match blocks {
         0 => Reason::LeastCostCold,
         _ => Reason::LeastCostWarm,
     };
-    let load = view.load;
-    Some(Seen { slot, load }.because(reason, view.blocks))
-}
-
-/// Notes who holds how much of the prompt; the most that is held.
-fn mark_holders<P: Prefixes, L: Loads>(
-    prefixes: &P,
-    field: &Entrants<'_, L>,
-    views: &mut [View],
-) -> usize {
-    let mut longest = 0;
-    for _ in 0..LEVELS_MAX {
-        let is_new = |slot: Slot| field.has(slot) && views[slot.index()].blocks == 0;
-        let Some(found) = prefixes.find(is_new) else {
-            break;
-        };
-        longest = longest.max(found.blocks());
-        let mut new = 0;
-        for slot in found.holders() {
-            if new < HOLDERS_MAX && field.has(slot) && views[slot.index()].blocks == 0 {
-                views[slot.index()].blocks = found.blocks();
-                new += 1;
-            }
-        }
-        if new == 0 {
-            break; // The owner of the shard has just taken the last of them away.
-        }
-    }
-    longest
+    Some(Seen { slot, load }.because(reason, blocks))
 }
 
 impl Waits {
     fn view(&self, slot: Slot, load: Load) -> View {
-        let streams = load.active;
-        let ahead_s = self.seconds(slot, load.waiting_bytes, load.waiting, streams);
+        let ahead_s = self.seconds(slot, load.waiting_bytes, load.waiting, load.active);
         View {
+            slot,
             load: load.in_flight,
             ahead_s: ahead_s.unwrap_or(0.0),
             factor: self.factor(slot),
-            ..View::default()
+            blocks: 0,
+            price_s: 0.0,
         }
+    }
+
+    /// All workers of a fleet that is not large, else so many that follow each other, from any on.
+    fn look_at_some<L: Loads>(&self, field: &Entrants<'_, L>, all: &mut Vec<View>, rng: &mut Rng) {
+        let slots = field.candidates.slots();
+        let first = match slots.len() > VIEWS_MAX {
+            true => rng.below(slots.len()),
+            false => 0,
+        };
+        let (before, after) = slots.split_at(first);
+        let slots = after.iter().chain(before).copied();
+        let slots = slots.filter(|slot| !field.exclude.contains(slot));
+        let views = slots.take(VIEWS_MAX);
+        all.extend(views.map(|slot| self.view(slot, field.loads.all(slot))));
+    }
+
+    /// Notes who holds how much of the prompt, and adds those who were not looked at. The most that is held.
+    fn look_at_holders<P: Prefixes, L: Loads>(
+        &self,
+        prefixes: &P,
+        field: &Entrants<'_, L>,
+        views: &mut Views,
+    ) -> usize {
+        let mut longest = 0;
+        let is_all = views.all.len() < VIEWS_MAX;
+        for _ in 0..LEVELS_MAX {
+            let is_new = |slot: Slot| field.has(slot) && !views.is_holder(slot);
+            let Some(found) = prefixes.find(is_new) else {
+                break;
+            };
+            let blocks = found.blocks();
+            longest = longest.max(blocks);
+            let mut new_count = 0;
+            for at in 0..views.all.len() {
+                let View { slot, .. } = views.all[at];
+                if !views.is_holder(slot) && found.is_held_by(slot) {
+                    views.all[at].blocks = blocks;
+                    views.mark(slot);
+                    new_count += 1;
+                }
+            }
+            if !is_all {
+                for slot in found.holders() {
+                    if new_count < HOLDERS_MAX && field.has(slot) && !views.is_holder(slot) {
+                        let view = self.view(slot, field.loads.all(slot));
+                        views.all.push(View { blocks, ..view });
+                        views.mark(slot);
+                        new_count += 1;
+                    }
+                }
+            }
+            // The owner of the shard has just taken the last of them away; or the fleet holds it, and who holds less is
+            // no better than who was looked at.
+            if new_count == 0 || new_count >= HOLDERS_MAX {
+                break;
+            }
+        }
+        longest
     }
 }
 
 /// Among equals: the least load, then what is warm, then chance.
 #[derive(Default)]
 struct Best {
-    chosen: Option<(Slot, View)>,
+    chosen: Option<View>,
     /// How many were as good.
     count: usize,
 }
 
 impl Best {
-    fn offer(&mut self, slot: Slot, view: &View, rng: &mut Rng) {
+    fn offer(&mut self, view: &View, rng: &mut Rng) {
         let rank = |view: &View| (view.load, usize::MAX - view.blocks);
         let order = match &self.chosen {
-            Some((_, best)) => rank(view).cmp(&rank(best)),
+            Some(best) => rank(view).cmp(&rank(best)),
             None => Ordering::Less,
         };
         match order {
@@ -510,7 +564,7 @@ impl Best {
             Ordering::Greater => return,
         }
         if rng.below(self.count) == 0 {
-            self.chosen = Some((slot, *view));
+            self.chosen = Some(*view);
         }
     }
 }
