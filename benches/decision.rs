@@ -16,6 +16,9 @@
 //! The median, as a binary search in a ring of 160 points a worker costs what it misses in the caches; each request is of
 //! another session. Bounds: 1 us, and 2 us more with 1,024 workers.
 //!
+//! `expected_wait`, taught: 16 KiB prompts of a conversation that one worker holds, the system prompt held by all, 64 and 1,024 workers with
+//! uneven loads. Every worker has its price, in two passes. Bounds beside the chain: 1 us, and 2 us more with 1,024 workers.
+//!
 //! What is written down of a decision: into the ring of `/debug/decisions`, and, with `--decision-log`, into the mailbox of the
 //! thread that writes (which runs), with the model's hash and the prompt's sketch. 16 KiB prompts, 64 and 1,024 workers; with
 //! and without in turn, medians. Bound: 0.2 us more with the log.
@@ -30,8 +33,8 @@ use std::time::Instant;
 use corelane::decisions::{self, Decided, HELD_COUNT_MAX, Held, Recent, Sketch};
 use corelane::route::{
     BLOCK_BYTES, Batches, Candidates, Decision, Fields, Home, Key, KeySeed, PolicyKind, Reason,
-    Rng, Role, Settings, TreePrefixes, Turn, bytes_of_blocks, chain, decide, home_for_new, lessons,
-    name_of, prefix_hash, scan, session_hash,
+    Rng, Role, Sample, Settings, TreePrefixes, Turn, bytes_of_blocks, chain, decide, home_for_new,
+    lessons, name_of, prefix_hash, scan, session_hash,
 };
 use corelane::shared::Route;
 use divan::Bencher;
@@ -78,6 +81,9 @@ fn main() {
         }
     }
     for workers in [64, 1024] {
+        report_waits(workers);
+    }
+    for workers in [64, 1024] {
         report_written(workers);
     }
     for workers in [8, 1024, 4096] {
@@ -88,6 +94,30 @@ fn main() {
         let cost = start.elapsed().as_secs_f64() * 1e3;
         println!("a ring of {workers} workers, for the control thread: {cost:.2} ms");
     }
+}
+
+/// `expected_wait` when it has learnt.
+fn report_waits(workers: usize) {
+    let mut world = World::new(Outcome::Affinity, workers, 16 * 1024);
+    world.settings.policy = PolicyKind::ExpectedWait;
+    for n in 0..20 * workers as u64 {
+        let bytes = (n % 7 + 1) * 10_000;
+        let sample = Sample {
+            bytes,
+            requests: (n % 3) as u32 + 1,
+            streams: (n % 31) as u32,
+            own_bytes: 10_000,
+            seconds: bytes as f64 * 1e-6,
+        };
+        let slot = Slot((n % workers as u64) as u16);
+        world.turn.waits.observe(slot, sample);
+    }
+    let cost = median_us(|| world.next()) - median_us(|| world.next_chain());
+    let bound = if workers > 64 { 3.0 } else { 1.0 };
+    let verdict = if cost <= bound { "within" } else { "OVER" };
+    println!(
+        "expected_wait, {workers} workers: p50 {cost:.2} us beside the chain, {verdict} {bound:.2} us"
+    );
 }
 
 /// What a decision costs that is written down, and one that is not.

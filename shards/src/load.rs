@@ -212,7 +212,8 @@ impl Books {
         self.waiting_bytes[slot.index()].fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Everything the books know of a slot, for gauges.
+    /// Everything the books know of a slot, for gauges and for expected waits.
+    #[inline]
     pub fn load(&self, slot: Slot) -> Load {
         let tally = self.tally(slot);
         // ORDERING: Acquire as in is_drained, so that the gauges of a drained slot read zero.

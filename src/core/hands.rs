@@ -382,6 +382,7 @@ impl Hands<'_, '_> {
                             role: ask.role,
                             bytes: load.waiting_bytes,
                             requests: load.waiting,
+                            streams: load.active,
                             own_bytes: work_bytes,
                         }
                     };
@@ -890,6 +891,7 @@ impl World for Hands<'_, '_> {
         let sample = route::Sample {
             bytes: ahead.bytes,
             requests: ahead.requests,
+            streams: ahead.streams,
             own_bytes: ahead.own_bytes,
             seconds: wait_ns as f64 / 1e9,
         };

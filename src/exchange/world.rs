@@ -60,6 +60,8 @@ pub struct Ahead {
     pub bytes: u64,
     /// Requests.
     pub requests: u32,
+    /// Answers under way.
+    pub streams: u32,
     /// Of these bytes its own.
     pub own_bytes: u64,
 }

@@ -5,7 +5,7 @@
 //! while they are read; that is why a decision carries the load it saw (R3) and why nothing here relies on two reads
 //! of one load being equal.
 
-use shards::{Books, Match, Pin, PrefixHash, Slot, TIER_COUNT, Tree};
+use shards::{Books, Load, Match, Pin, PrefixHash, Slot, TIER_COUNT, Tree};
 
 use super::candidates::Candidates;
 use super::hashed::{self, Home};
@@ -165,6 +165,17 @@ pub trait Loads {
     fn waiting(&self, _slot: Slot) -> u32 {
         0
     }
+
+    /// All of it, read once.
+    fn all(&self, slot: Slot) -> Load {
+        Load {
+            in_flight: self.load(slot),
+            waiting: self.waiting(slot),
+            active: self.load(slot).saturating_sub(self.waiting(slot)),
+            waiting_bytes: self.waiting_bytes(slot),
+            ..Load::default()
+        }
+    }
 }
 
 impl Loads for Books {
@@ -180,6 +191,10 @@ impl Loads for Books {
 
     fn waiting(&self, slot: Slot) -> u32 {
         Books::load(self, slot).waiting
+    }
+
+    fn all(&self, slot: Slot) -> Load {
+        Books::load(self, slot)
     }
 }
 
@@ -386,7 +401,7 @@ pub fn decide<P: Prefixes, L: Loads>(
             let key = key.prefix();
             return match key.filter(|_| turn.waits.is_taught()) {
                 Some((prefixes, length_bytes)) => {
-                    wait::of_waits(prefixes, length_bytes, &field, turn, scratch)
+                    wait::of_waits(prefixes, length_bytes, &field, turn)
                 }
                 None => cache_aware(settings, key, &field, &mut turn.rng, scratch),
             };

@@ -312,3 +312,7 @@ pub fn json_of(all: &[Knees]) -> Value {
     };
     all.iter().map(one).collect()
 }
+
+#[cfg(test)]
+#[path = "knees_tests.rs"]
+mod tests;

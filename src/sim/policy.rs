@@ -58,6 +58,8 @@ pub struct Choice {
     pub ahead: (u64, u32),
     /// Bytes to compute of its own.
     pub own_bytes: u64,
+    /// Answers under way.
+    pub streams: u32,
 }
 
 /// A policy with its state.
@@ -174,6 +176,7 @@ impl Policy {
                     matched_tokens: 0,
                     ahead: (0, 0),
                     own_bytes: 0,
+                    streams: 0,
                 });
             }
             Policy::Formula(formula) => {
@@ -188,6 +191,7 @@ impl Policy {
                     matched_tokens: chosen.hit_tokens,
                     ahead: (0, 0),
                     own_bytes: 0,
+                    streams: 0,
                 });
             }
         }?;
@@ -203,6 +207,7 @@ impl Policy {
                 books.waiting(decision.slot) + 1,
             ),
             own_bytes: fresh,
+            streams: books.load(decision.slot).active,
         })
     }
 
@@ -218,6 +223,7 @@ impl Policy {
                     bytes,
                     requests,
                     own_bytes: choice.own_bytes,
+                    streams: choice.streams,
                     seconds,
                 },
             );
