@@ -8,7 +8,7 @@
 //!
 //! Of what a request takes of a worker, its time, room in its KV cache and a place in its batch, a faster worker has more only
 //! of the first. So the cube root of its pace counts, and answers under way count the same everywhere. In simulations the full pace sends everything to the
-//! fast ones until their caches lose what they held (0.80 of the best other policy's throughput; its square root 0.95), none at all doubles the longest waits.
+//! fast ones until their caches lose what they held (0.80 of the best other policy's throughput; its square root 0.95), none at all makes the longest waits half as long again.
 //!
 //! **What others wait for it.** All who come before the worker is through with it wait for its own work, too: with arrivals
 //! at a rate r, busy a share b of the time, x seconds of work behind a seconds of it add r x (a + x) / (1 - b) (about M/G/1).
