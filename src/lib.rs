@@ -30,7 +30,7 @@
 //!     connection of this core ([`upstream`]) or a new one.
 //! 12. **relay** The answer's head is written anew ([`http::response`]); its body goes on as it comes, from the buffer it
 //!     was received into. [`http::Body`] only follows the framing to know the end. A slow client stops the reading from
-//!     its worker.
+//!     its worker. Where the events of many streams come fast, a core takes those of a moment together (`core::gather`).
 //! 13. **release** The exchange is recorded (and its end put beside its decisions) and dropped, the next one in line is let in; both connections are kept if both sides allow.
 //!
 //! With prefill/decode disaggregation steps 8 to 12 happen twice: both seats are taken at once, the prefill leg's answer

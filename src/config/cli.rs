@@ -975,9 +975,9 @@ pub struct MachineArgs {
     #[arg(value_parser = parse::buffer_count, allow_negative_numbers = true)]
     #[arg(env = "CORELANE_RECV_BUFFER_COUNT", hide_env = true)]
     pub recv_buffer_count: u16,
-    /// A core on which events of streams come fast (1,000 a second and more) waits so long for more of them before it wakes, and
+    /// A core on which events of streams come fast (2,000 a second and more) waits so long for more of them before it wakes, and
     /// handles them together: less CPU an event, at most so much later (0: each event wakes it; Linux 6.12)
-    #[arg(long, default_value_t = 50, value_name = "MICROSECONDS")]
+    #[arg(long, default_value_t = 200, value_name = "MICROSECONDS")]
     #[arg(value_parser = value_parser!(u16).range(0..=10_000), allow_negative_numbers = true)]
     #[arg(env = "CORELANE_STREAM_GATHER_US", hide_env = true)]
     pub stream_gather_us: u16,

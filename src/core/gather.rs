@@ -9,7 +9,7 @@ use std::time::Duration;
 /// How long events are counted before it is judged how fast they come.
 const WINDOW_NS: u64 = 10_000_000;
 /// From so many a second on (below, what would be saved is little).
-const FAST_PER_S: u64 = 1_000;
+const FAST_PER_S: u64 = 2_000;
 
 /// How fast the events of a core's streams come.
 #[derive(Default)]

@@ -866,15 +866,6 @@ impl World for Hands<'_, '_> {
         self.core.stats().added.record(ns);
     }
 
-    fn expect_events(&mut self) {
-        if let Some(leg) = self.leg()
-            && let Some(up) = self.core.ups.find(leg)
-            && let Some(fd) = &up.wire.fd
-        {
-            crate::ring::delay_acks(fd);
-        }
-    }
-
     fn record_piece(&mut self, slot: Slot, gap_ns: u64) {
         self.core.pace.count();
         let stats = self.core.stats();

@@ -1781,9 +1781,6 @@ fn read_head<W: World>(
             explain::insert(&explain::field(exchange, world), out);
             exchange.status = head.status;
             exchange.is_event_stream = head.is_event_stream;
-            if head.is_event_stream {
-                world.expect_events();
-            }
             match head.status {
                 429 | 503 => {
                     let secs = head.retry_after_secs.unwrap_or(0);

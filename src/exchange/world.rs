@@ -180,9 +180,6 @@ pub trait World {
     fn clock_ns(&self) -> u64;
     /// No new requests on any connection.
     fn is_draining(&self) -> bool;
-    /// The leg's answer is a stream of events.
-    fn expect_events(&mut self) {}
-
     /// Memory of a request that has ended.
     fn place(&mut self) -> Option<Empty> {
         None

@@ -27,7 +27,7 @@ pub use inherit::{Inherited, inherited};
 pub use parent::end_with_parent;
 pub use probe::{Abilities, TaskRun, probe};
 pub use socket::{
-    adopt_listener, delay_acks, eventfd, has_pending, listen, listeners, raise_descriptor_limit,
+    adopt_listener, eventfd, has_pending, listen, listeners, raise_descriptor_limit,
     reset_on_close, send_now, set_no_delay, shutdown, shutdown_write, signal,
 };
 

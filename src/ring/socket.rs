@@ -125,13 +125,6 @@ pub fn set_no_delay(connection: &OwnedFd) {
     let _ = SockRef::from(connection).set_tcp_nodelay(true);
 }
 
-/// What comes is acknowledged with the next or the second next piece (or after the delay that TCP allows), and not as soon as
-/// each is read: for connections on which many small pieces come and nothing goes back. An acknowledgment costs the kernel
-/// about as much as a send.
-pub fn delay_acks(connection: &OwnedFd) {
-    let _ = SockRef::from(connection).set_tcp_quickack(false);
-}
-
 /// A socket for an upstream connection: close-on-exec, no delay, keep-alive probes.
 pub(super) fn upstream(address: &SocketAddr) -> io::Result<OwnedFd> {
     let socket = Socket::new(
