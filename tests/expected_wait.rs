@@ -20,12 +20,13 @@ const FLAGS: [&str; 6] = [
     "0",
 ];
 
-/// First byte after this for each started 10 kB of prompt.
+/// First event after this for each started 10 kB of prompt. The head comes at once, as vLLM's.
 async fn worker(per_10_kb: Duration) -> Worker {
     let worker = Worker::start().await;
-    worker.script(move |request| Reply {
-        delay: per_10_kb * (1 + request.body.len() as u32 / 10_000),
-        ..Reply::events(2, Duration::ZERO)
+    worker.script(move |request| {
+        let mut reply = Reply::events(2, Duration::ZERO);
+        reply.pieces[0].0 = per_10_kb * (1 + request.body.len() as u32 / 10_000);
+        reply
     });
     worker
 }
@@ -67,6 +68,30 @@ async fn new_prompts_go_to_the_worker_that_computes_them_sooner() {
     assert_eq!(by_wait(&router) - before, 40, "waits decide");
     let slows = slow.count() - slow_before;
     assert!(slows <= 4, "{slows} of 40 went to the slow one");
+    until_books_are_empty(&router).await;
+}
+
+/// What a worker has to compute waits until the first event: its head says nothing.
+#[tokio::test]
+async fn a_stream_waits_until_its_first_event_not_its_head() {
+    let worker = Worker::start().await;
+    worker.script(|_| Reply::events(2, Duration::from_millis(300)));
+    let router = router(&[&worker], &FLAGS).await;
+    let slot = router.control().workers()[0].id.slot;
+    let books = || {
+        let load = router.shared.books.load(slot);
+        (load.waiting, load.active)
+    };
+    let mut client = Client::open(router.address).await;
+    client
+        .send(&post(CHAT, &prompt(&mut Rng(seed()), 1000)))
+        .await;
+    let head = client.head().await.expect("a head");
+    assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+    assert_eq!(books(), (1, 0), "the head is there");
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    assert_eq!(books(), (0, 1), "the first event is there");
+    drop(client);
     until_books_are_empty(&router).await;
 }
 

@@ -1290,7 +1290,7 @@ impl World for Sim {
     fn count_malformed(&mut self) {}
     fn record_added(&mut self, _: u64) {}
     fn record_answer(&mut self, _: Slot, _: u64, _: bool) {}
-    fn record_piece(&mut self, _: Slot, _: u64) {}
+    fn record_piece(&mut self, _: Slot, _: Option<u64>) {}
     fn record(&mut self, _: Record) {
         assert!(self.leg.is_none(), "an exchange ends after its leg");
         self.left_behind = self.handover.take();

@@ -678,7 +678,7 @@ impl World for Sim {
     }
     fn record_added(&mut self, _: u64) {}
     fn record_answer(&mut self, _: Slot, _: u64, _: bool) {}
-    fn record_piece(&mut self, _: Slot, _: u64) {}
+    fn record_piece(&mut self, _: Slot, _: Option<u64>) {}
     fn record(&mut self, record: Record) {
         self.chosen.clear();
         self.records.push(record);

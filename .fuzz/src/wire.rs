@@ -382,7 +382,7 @@ impl World for Wire<'_> {
     fn record_handover(&mut self, _: u64, _: u64) {}
     fn count_malformed(&mut self) {}
     fn record_added(&mut self, _: u64) {}
-    fn record_piece(&mut self, _: Slot, _: u64) {}
+    fn record_piece(&mut self, _: Slot, _: Option<u64>) {}
     fn record_answer(&mut self, _: Slot, _: u64, _: bool) {}
     fn is_logged(&self) -> bool {
         true

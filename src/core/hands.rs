@@ -866,10 +866,12 @@ impl World for Hands<'_, '_> {
         self.core.stats().added.record(ns);
     }
 
-    fn record_piece(&mut self, slot: Slot, gap_ns: u64) {
+    fn record_piece(&mut self, slot: Slot, gap_ns: Option<u64>) {
         self.core.pace.count();
         let stats = self.core.stats();
-        stats.gap.record(gap_ns);
+        if let Some(gap_ns) = gap_ns {
+            stats.gap.record(gap_ns);
+        }
         stats.workers[usize::from(slot.0)].pieces.add(1);
     }
 

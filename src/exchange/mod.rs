@@ -1365,14 +1365,10 @@ impl Session {
         exchange.state = State::Relaying;
         exchange.keep_alive = exchange.answer_keeps;
         let now = world.now_ns();
-        exchange.first_byte_ns = now;
         exchange.last_piece_ns = now;
-        if let Some(seat) = &exchange.seat {
-            seat.activate();
-        }
-        // Of an answer in one piece the first byte says how long all of it took.
-        if exchange.is_event_stream && exchange.status < 400 {
-            learn_wait(exchange, world);
+        // vLLM sends a stream's head before it computes anything.
+        if !exchange.is_event_stream || !rest.is_empty() {
+            begun(exchange, world);
         }
         if !exchange.message_is_out {
             world.recycle(std::mem::take(&mut exchange.message));
@@ -1404,8 +1400,13 @@ impl Session {
             return;
         };
         let now = world.now_ns();
+        let is_first = exchange.first_byte_ns == 0;
+        if is_first {
+            begun(exchange, world);
+        }
         if from == 0 {
-            world.record_piece(exchange.slot, now - exchange.last_piece_ns);
+            let gap_ns = (!is_first).then(|| now - exchange.last_piece_ns);
+            world.record_piece(exchange.slot, gap_ns);
         }
         exchange.last_piece_ns = now;
         let bytes = &piece.as_ref()[from..];
@@ -1687,7 +1688,19 @@ fn sit(exchange: &mut Exchange, seat: Seat) {
     exchange.seat = Some(seat.guard);
 }
 
-/// What was asked of the worker has begun to come: what that says of its waits.
+/// What was asked of the worker has begun to come: the body of a stream of events, or any other answer's head.
+fn begun<W: World>(exchange: &mut Exchange, world: &mut W) {
+    exchange.first_byte_ns = world.now_ns();
+    if let Some(seat) = &exchange.seat {
+        seat.activate();
+    }
+    // Of an answer in one piece the first byte says how long all of it took.
+    if exchange.is_event_stream && exchange.status < 400 {
+        learn_wait(exchange, world);
+    }
+}
+
+/// What that says of its waits.
 fn learn_wait<W: World>(exchange: &mut Exchange, world: &mut W) {
     if let Some(ahead) = exchange.ahead.take() {
         let wait_ns = world.now_ns().saturating_sub(exchange.dialed_ns);

@@ -299,8 +299,9 @@ pub trait World {
     fn count_malformed(&mut self);
     /// The router's own added time of one half of an exchange, ns.
     fn record_added(&mut self, ns: u64);
-    /// A further piece of an answer came from a worker, so long after the one before, ns.
-    fn record_piece(&mut self, slot: Slot, gap_ns: u64);
+    /// A further piece of an answer came from a worker, so long after the one before, ns; `None`: the first of a body, behind
+    /// its head.
+    fn record_piece(&mut self, slot: Slot, gap_ns: Option<u64>);
     /// A good answer in one piece came to its end; its first byte had been waited for so long, ns.
     fn record_answer(&mut self, slot: Slot, wait_ns: u64, is_trial: bool);
     /// The first byte of what was asked came so long after the choice, ns.

@@ -730,7 +730,7 @@ impl World for Hands<'_> {
         panic!("clients here make no mistakes");
     }
     fn record_added(&mut self, _: u64) {}
-    fn record_piece(&mut self, slot: Slot, _: u64) {
+    fn record_piece(&mut self, slot: Slot, _: Option<u64>) {
         self.core.counts[slot.index()].pieces += 1;
     }
     fn record_answer(&mut self, slot: Slot, wait_ns: u64, is_trial: bool) {
