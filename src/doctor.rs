@@ -298,29 +298,27 @@ fn operations(abilities: &Abilities) -> Vec<Finding> {
             "Linux 5.19 or later has them",
         )
     }];
-    if abilities.multishot_receive {
-        findings.push(Finding::ok("multishot receive", "there"));
-    } else {
-        let detail = "not there: one submission for each receive";
-        findings.push(Finding::bad(
-            "multishot receive",
-            Verdict::Degraded,
-            detail,
-            "Linux 6.0 or later has it",
-        ));
-    }
-    if abilities.minimum_wait {
-        findings.push(Finding::ok("gathering of events", "there"));
-    } else {
-        let detail = "not there: each event of a stream wakes its core";
-        findings.push(Finding::bad(
-            "gathering of events",
-            Verdict::Degraded,
-            detail,
-            "Linux 6.12 or later has it",
-        ));
-    }
+    findings.push(feature(
+        "multishot receive",
+        abilities.multishot_receive,
+        "not there: one submission for each receive",
+        "Linux 6.0 or later has it",
+    ));
+    findings.push(feature(
+        "gathering of events",
+        abilities.minimum_wait,
+        "not there: each event of a stream wakes its core",
+        "Linux 6.12 or later has it",
+    ));
     findings
+}
+
+/// What saves CPU time where it is there.
+fn feature(name: &'static str, is_there: bool, lack: &str, remedy: &str) -> Finding {
+    match is_there {
+        true => Finding::ok(name, "there"),
+        false => Finding::bad(name, Verdict::Degraded, lack, remedy),
+    }
 }
 
 fn task_run(found: TaskRun) -> Finding {

@@ -65,7 +65,7 @@ impl Word {
     }
 }
 
-/// One slot's details, on a cache line of their own: for gauges, not for choosing.
+/// One slot's details, on a cache line of their own: for gauges and for expected waits.
 #[repr(align(64))]
 struct Tally {
     waiting: AtomicU32,
@@ -102,7 +102,7 @@ impl Tally {
 pub struct Load {
     /// Exchanges not finished: waiting and active together.
     pub in_flight: u32,
-    /// Exchanges chosen but not begun (plain: no first byte yet; decode: not dispatched).
+    /// Exchanges chosen but not begun (plain: nothing has come yet; decode: not dispatched).
     pub waiting: u32,
     /// Exchanges begun.
     pub active: u32,
@@ -446,7 +446,7 @@ impl<R: Deref<Target = Books> + Clone> LoadGuard<R> {
         self.claim().worker
     }
 
-    /// Waiting becomes active (first byte; dispatch). Any owner may say so, once or often; after a release it is nothing.
+    /// Waiting becomes active (the answer has begun; dispatch). Any owner may say so, once or often; after a release it is nothing.
     pub fn activate(&self) {
         self.claim().activate();
     }

@@ -305,7 +305,7 @@ impl Generator {
             }
             let sleep = self.sleep_ns(&run, next, now);
             self.ring
-                .turn(Some(Duration::from_nanos(sleep)), Duration::ZERO)?;
+                .turn(Duration::from_nanos(sleep), Duration::ZERO)?;
             let now = self.now_ns();
             self.keep_time(&mut run, now);
             while let Some(event) = self.ring.next_event() {

@@ -465,12 +465,12 @@ impl Scrape {
         )?;
         out.gauges(
             "corelane_worker_waiting",
-            "Exchanges before their first byte",
+            "Exchanges whose answer has not begun (of a stream: its first event has not come)",
             books(|load| load.waiting.into()),
         )?;
         out.gauges(
             "corelane_worker_active",
-            "Exchanges after their first byte",
+            "Exchanges whose answer has begun",
             books(|load| load.active.into()),
         )?;
         out.gauges(

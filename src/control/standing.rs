@@ -277,10 +277,10 @@ struct Trial {
 }
 
 impl Trial {
-    fn new(why: Why, seen: &Observation, good_base: u64) -> Trial {
+    fn new(why: Why, seen: &Observation, good_base: u64, is_early: bool) -> Trial {
         Trial {
             why,
-            is_early: false,
+            is_early,
             load_max: seen.in_flight,
             good_base,
             bad_base: seen.trials_bad,
@@ -487,8 +487,8 @@ impl<K> Worker<K> {
         self.go_out(trial.why, now);
     }
 
-    fn try_out(&mut self, why: Why, good_base: u64) {
-        self.state = State::Trial(Trial::new(why, &self.seen, good_base));
+    fn try_out(&mut self, why: Why, good_base: u64, is_early: bool) {
+        self.state = State::Trial(Trial::new(why, &self.seen, good_base, is_early));
     }
 
     fn come_back(&mut self, now: Duration) {
@@ -773,14 +773,14 @@ impl<K: Copy + PartialEq> Standings<K> {
             State::Good { .. } => {}
             State::Out { why, since } => match why {
                 Why::Failing if now - since >= self.config.breaker_timeout => {
-                    worker.try_out(why, worker.seen.trials_good);
+                    worker.try_out(why, worker.seen.trials_good, false);
                 }
                 Why::Failing => {}
                 Why::Refused if worker.seen.probes_good > worker.probes_good_base => {
                     worker.come_back(now);
                 }
                 Why::Refused if now - worker.probe_heard > self.probe_interval.mul_f64(1.1) => {
-                    worker.try_out(why, worker.seen.trials_good);
+                    worker.try_out(why, worker.seen.trials_good, false);
                 }
                 Why::Refused => {}
                 // A trial that took longer than its limit, and ended well after all.
@@ -789,15 +789,14 @@ impl<K: Copy + PartialEq> Standings<K> {
                 }
                 Why::Stalled if worker.has_progress || now - since >= worker.pause => {
                     let is_early = now - since < worker.pause;
-                    let trial = Trial::new(why, &worker.seen, worker.seen.trials_good);
-                    worker.state = State::Trial(Trial { is_early, ..trial });
+                    worker.try_out(why, worker.seen.trials_good, is_early);
                 }
                 Why::Stalled => {}
                 Why::Degraded if worker.speed.is_recovered() && !worker.has_slow_answers => {
                     worker.come_back(now);
                 }
                 Why::Degraded if now - since >= worker.pause => {
-                    worker.try_out(why, worker.trials_good_base);
+                    worker.try_out(why, worker.trials_good_base, false);
                 }
                 Why::Degraded => {}
             },

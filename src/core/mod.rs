@@ -423,15 +423,15 @@ impl Core {
     }
 
     /// How long the coming wait may be. What could have come since the last look is looked for again after the doorbell knows.
-    fn prepare_sleep(&mut self, more: bool) -> Option<Duration> {
+    fn prepare_sleep(&mut self, more: bool) -> Duration {
         if more {
-            return Some(Duration::ZERO);
+            return Duration::ZERO;
         }
         self.me().doorbell.announce_sleep();
         let is_taught = self.receivers.iter().any(|r| !r.is_empty())
             || self.index_shard.as_ref().is_some_and(|i| !i.is_quiet());
         if !self.me().is_inbox_empty() || is_taught {
-            return Some(Duration::ZERO);
+            return Duration::ZERO;
         }
         let now = self.clock_ns();
         let mut next = self.wheel.next_ns();
@@ -444,7 +444,7 @@ impl Core {
         if let Some(again_ns) = self.accept_again_ns() {
             next = Some(next.unwrap_or(u64::MAX).min(again_ns));
         }
-        Some(sleep_until(next, now))
+        sleep_until(next, now)
     }
 
     /// Whether nothing is left to do. Connections to workers go last, so that the kernel holds none of our memory then.

@@ -410,11 +410,7 @@ impl Session {
         exchange.counted.bytes = body_bytes;
         exchange.state = State::Relaying;
         exchange.keep_alive = keep_alive;
-        let now = world.now_ns();
-        exchange.first_byte_ns = now;
-        if let Some(seat) = &exchange.seat {
-            seat.activate();
-        }
+        super::begun(exchange, world);
         world.send(out);
         self.complete(world);
     }

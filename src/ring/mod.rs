@@ -305,19 +305,13 @@ impl Ring {
         self.cancel((Kind::Connect as u64) << 56 | u64::from(index));
     }
 
-    /// Hands all pending work to the kernel and sleeps until something happens or the time is over (`None`: for ever).
-    /// The only place where a core sleeps. What happens within the first `gather` is taken together, when that is over
+    /// Hands all pending work to the kernel and sleeps until something happens or the time is over. The only place where a core sleeps. What happens within the first `gather` is taken together, when that is over
     /// or a good deal has happened; later, the first of it ends the sleep. (Needs [`Abilities::minimum_wait`]; else zero.)
     ///
     /// # Errors
     /// The ring itself is broken; the core cannot go on.
-    pub fn turn(&mut self, sleep: Option<Duration>, gather: Duration) -> io::Result<()> {
-        let result = match sleep {
-            Some(sleep) if sleep.is_zero() => self.enter(0, None, Duration::ZERO),
-            _ if gather.is_zero() => self.enter(1, sleep, gather),
-            _ => self.enter(GATHER_COUNT, sleep, gather),
-        };
-        match result {
+    pub fn turn(&mut self, sleep: Duration, gather: Duration) -> io::Result<()> {
+        match self.enter(sleep, gather) {
             Ok(()) => {}
             Err(e)
                 if matches!(
@@ -346,14 +340,11 @@ impl Ring {
         Some(event)
     }
 
-    fn enter(&mut self, want: usize, sleep: Option<Duration>, gather: Duration) -> io::Result<()> {
-        let Some(sleep) = sleep else {
-            return self
-                .uring
-                .submitter()
-                .submit_and_wait(want.min(1))
-                .map(drop);
-        };
+    fn enter(&mut self, sleep: Duration, gather: Duration) -> io::Result<()> {
+        if sleep.is_zero() {
+            return self.uring.submitter().submit_and_wait(0).map(drop);
+        }
+        let want = if gather.is_zero() { 1 } else { GATHER_COUNT };
         let time = Timespec::new()
             .sec(sleep.as_secs())
             .nsec(sleep.subsec_nanos());

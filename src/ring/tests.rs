@@ -46,7 +46,7 @@ fn pieces_of_a_sleep(gather: Duration) -> usize {
         later.write_all(b"y").unwrap();
         later
     });
-    ring.turn(Some(Duration::from_secs(5)), gather).unwrap();
+    ring.turn(Duration::from_secs(5), gather).unwrap();
     let count = ring.event_count();
     thread.join().unwrap();
     while ring.next_event().is_some() {}
@@ -76,12 +76,12 @@ fn what_comes_after_the_gathering_ends_the_sleep_at_once() {
         theirs
     });
     let began = Instant::now();
-    ring.turn(Some(Duration::from_secs(5)), LATER / 4).unwrap();
+    ring.turn(Duration::from_secs(5), LATER / 4).unwrap();
     let slept = began.elapsed();
     assert_eq!(ring.event_count(), 1);
     assert!(slept < Duration::from_secs(4), "{slept:?}");
     let _theirs = thread.join().unwrap(); // Open: its end would be an event.
     while ring.next_event().is_some() {}
-    ring.turn(Some(LATER), LATER / 4).unwrap();
+    ring.turn(LATER, LATER / 4).unwrap();
     assert_eq!(ring.event_count(), 0, "nothing came, and it ended in time");
 }

@@ -29,7 +29,7 @@
 
 use std::cmp::Ordering;
 
-use shards::{Load, Slot};
+use shards::{Load, Slot, SlotSet};
 
 use super::key::bytes_of_blocks;
 use super::policy::{Decision, Entrants, Found, Loads, Prefixes, Rng, Seen, Turn};
@@ -366,28 +366,8 @@ struct View {
 #[derive(Clone, Debug, Default)]
 struct Views {
     all: Vec<View>,
-    /// A bit for each slot that is known to hold something.
-    holders: Vec<u64>,
-}
-
-impl Views {
-    fn clear(&mut self) {
-        self.all.clear();
-        self.holders.clear();
-    }
-
-    fn is_holder(&self, slot: Slot) -> bool {
-        let word = self.holders.get(slot.index() / 64).copied().unwrap_or(0);
-        word >> (slot.index() % 64) & 1 == 1
-    }
-
-    fn mark(&mut self, slot: Slot) {
-        let word = slot.index() / 64;
-        if word >= self.holders.len() {
-            self.holders.resize(word + 1, 0);
-        }
-        self.holders[word] |= 1 << (slot.index() % 64);
-    }
+    /// Those that are known to hold something.
+    holders: SlotSet,
 }
 
 /// What all prices of a choice have in common.
@@ -431,7 +411,8 @@ pub(super) fn of_waits<P: Prefixes, L: Loads>(
 ) -> Option<Decision> {
     let Turn { waits, rng, .. } = turn;
     let mut views = std::mem::take(&mut waits.views);
-    views.clear();
+    views.all.clear();
+    views.holders.clear();
     waits.look_at_some(field, &mut views.all, rng);
     let count = views.all.len().max(1) as f64;
     let mean = |of: fn(&View) -> f64| views.all.iter().map(of).sum::<f64>() / count;
@@ -508,7 +489,7 @@ impl Waits {
         let mut longest = 0;
         let is_all = views.all.len() < VIEWS_MAX;
         for _ in 0..LEVELS_MAX {
-            let is_new = |slot: Slot| field.has(slot) && !views.is_holder(slot);
+            let is_new = |slot: Slot| field.has(slot) && !views.holders.has(slot);
             let Some(found) = prefixes.find(is_new) else {
                 break;
             };
@@ -517,18 +498,18 @@ impl Waits {
             let mut new_count = 0;
             for at in 0..views.all.len() {
                 let View { slot, .. } = views.all[at];
-                if !views.is_holder(slot) && found.is_held_by(slot) {
+                if !views.holders.has(slot) && found.is_held_by(slot) {
                     views.all[at].blocks = blocks;
-                    views.mark(slot);
+                    views.holders.add(slot);
                     new_count += 1;
                 }
             }
             if !is_all {
                 for slot in found.holders() {
-                    if new_count < HOLDERS_MAX && field.has(slot) && !views.is_holder(slot) {
+                    if new_count < HOLDERS_MAX && field.has(slot) && !views.holders.has(slot) {
                         let view = self.view(slot, field.loads.all(slot));
                         views.all.push(View { blocks, ..view });
-                        views.mark(slot);
+                        views.holders.add(slot);
                         new_count += 1;
                     }
                 }

@@ -309,16 +309,16 @@ fn splits_keep_every_block() {
     let mut random = Random::new(40);
     let mut rig = Rig::new(1, 64 << 20, 500);
     let mut twin = Twin::default();
-    for round in 0..60 {
+    for round in 0..80 {
         let chain: Vec<PrefixHash> = (0..5_000).map(|_| PrefixHash(random.next() | 1)).collect();
-        let worker = round * 7;
+        let worker = round * 6;
         rig.insert(worker, &chain);
         twin.insert(worker, &chain);
         rig.settle();
         check_sums(&rig, &twin);
     }
     assert!(
-        rig.tree.bytes() > 60 * SEGMENT_BYTES,
+        rig.tree.bytes() > 70 * SEGMENT_BYTES,
         "the test wants many splits"
     );
     let blocks: Vec<PrefixHash> = twin.0.keys().copied().collect();
