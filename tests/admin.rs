@@ -1000,7 +1000,8 @@ async fn two_hundred_random_paths_make_no_new_series() {
 #[tokio::test]
 async fn a_drain_says_not_ready_finishes_what_runs_and_ends_the_cores() {
     let worker = Worker::start().await;
-    worker.script(|_| Reply::events(40, Duration::from_millis(50)));
+    // Twice as long as the grace and the idle connection's last second together.
+    worker.script(|_| Reply::events(80, Duration::from_millis(50)));
     let router = router(&[&worker], &["--drain-grace-secs", "1"]).await;
     let mut stream = Client::open(router.address).await;
     stream.send(&post(CHAT, &chat("long"))).await;
